@@ -1,0 +1,38 @@
+# Every target makes .venv from nothing when it is missing or older than its two inputs. Needs python3 (3.11+) and make.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+ARGS ?=
+PYTEST_ARGS ?=
+
+.PHONY: help quickstart test check fix docs
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+quickstart: $(READY) ## build a small model, improve it by RL, show before and after (ARGS='--seed 1 --json')
+	$(BIN)/groupwise quickstart $(ARGS)
+
+test: $(READY) ## the whole test suite, slow tests included (PYTEST_ARGS='-m "not slow"' for less)
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+check: $(READY) ## lint, format, types; then where a size budget is passed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/python tools/budgets.py
+
+fix: $(READY) ## mend what lint and format can mend by themselves
+	$(BIN)/ruff check --fix --exit-zero .
+	$(BIN)/ruff format .
+
+docs: $(READY) ## regenerate the generated pages
+	$(BIN)/python tools/docs.py
+
+# constraints.txt holds the exact version of everything, so nothing is upgraded that need not be. The stamp is written
+# last: an installation that was cut short is done again.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@

@@ -1,0 +1,246 @@
+"""Rewards to advantages: shaping, baselines, scales, whitening and credit over time, in float64 numpy.
+
+N is the number of rollouts of a step (for process supervision, of scored reasoning steps).  All statistics are
+taken over complete groups, before any split into optimizer steps.  A statistic is one thing whether it is
+subtracted (`baseline`) or divided by (`scale`): `scale=GroupMean()` is MaxRL.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from groupwise.slots import Slot
+
+Array = NDArray[np.float64]
+Groups = NDArray[np.integer[Any]]
+Statistic = Callable[[Array, Groups, Array], Array]
+"""(rewards[N], groups[N], completion lengths in tokens[N]) -> one number for each of the N."""
+Shaping = Callable[[Array, Groups, Array], Array]
+"""(rewards[N], groups[N], lengths[N]) -> what is added to each reward."""
+Credit = Callable[[Array, Array], tuple[Array, Array]]
+"""(rewards of the tokens[n], critic values[n]) -> (advantages[n], returns[n]) of one completion of n tokens."""
+
+
+def group_sum(values: Array, groups: Groups) -> Array:
+    """The sum over each item's group, N -> N."""
+    _, member = np.unique(groups, return_inverse=True)
+    return np.bincount(member, values)[member]
+
+
+def group_size(groups: Groups) -> Array:
+    """The number of items in each item's group, N -> N."""
+    return group_sum(np.ones(len(groups)), groups)
+
+
+def group_is_flat(rewards: Array, groups: Groups) -> NDArray[np.bool_]:
+    """Whether all rewards of an item's group are equal: by max == min, because a floating-point std of equal numbers
+    need not be 0 and would be blown up by the division."""
+    _, member = np.unique(groups, return_inverse=True)
+    high = np.full(member.max(initial=-1) + 1, -np.inf)
+    low = -high
+    np.maximum.at(high, member, rewards)
+    np.minimum.at(low, member, rewards)
+    return (high == low)[member]
+
+
+# Statistics ----------------------------------------------------------------------------------------------------------
+
+
+class GroupMean(Slot):
+    """The mean reward of the group: GRPO's baseline (arXiv:2402.03300); as a scale, MaxRL (arXiv:2602.02710)."""
+
+    type: Literal["group_mean"] = "group_mean"
+
+    def __call__(self, rewards: Array, groups: Groups, lengths: Array) -> Array:
+        return group_sum(rewards, groups) / group_size(groups)
+
+
+class LeaveOneOut(Slot):
+    """The mean reward of the others of the group: RLOO (arXiv:2402.14740)."""
+
+    type: Literal["leave_one_out"] = "leave_one_out"
+
+    def __call__(self, rewards: Array, groups: Groups, lengths: Array) -> Array:
+        return (group_sum(rewards, groups) - rewards) / np.maximum(group_size(groups) - 1, 1)
+
+
+class LengthWeightedMean(Slot):
+    """`sum(l r) / sum(l)` over the group: OPO's minimum-variance baseline (arXiv:2505.23585)."""
+
+    type: Literal["length_weighted_mean"] = "length_weighted_mean"
+
+    def __call__(self, rewards: Array, groups: Groups, lengths: Array) -> Array:
+        return group_sum(lengths * rewards, groups) / np.maximum(group_sum(lengths, groups), 1)
+
+
+class GroupStd(Slot):
+    """The standard deviation of the group's rewards, plus `eps`: GRPO's scale (arXiv:2402.03300).
+
+    The paper does not say which: `ddof: 1` is the sample std of most implementations, `ddof: 0` the population std.
+    """
+
+    type: Literal["group_std"] = "group_std"
+    ddof: Literal[0, 1] = 1
+    """1: the sample std; 0: the population std."""
+    eps: float = Field(default=1e-6, ge=0)
+    """Added to the std."""
+
+    def __call__(self, rewards: Array, groups: Groups, lengths: Array) -> Array:
+        size = group_size(groups)
+        centred = rewards - group_sum(rewards, groups) / size
+        return np.sqrt(group_sum(centred**2, groups) / np.maximum(size - self.ddof, 1)) + self.eps
+
+
+class BatchStd(Slot):
+    """The standard deviation of all raw rewards of the step, plus `eps`: LitePPO (arXiv:2508.08221)."""
+
+    type: Literal["batch_std"] = "batch_std"
+    ddof: Literal[0, 1] = 1
+    """1: the sample std; 0: the population std."""
+    eps: float = Field(default=1e-6, ge=0)
+    """Added to the std."""
+
+    def __call__(self, rewards: Array, groups: Groups, lengths: Array) -> Array:
+        spread = math.sqrt(float(((rewards - rewards.mean()) ** 2).sum()) / max(len(rewards) - self.ddof, 1))
+        return np.full_like(rewards, spread + self.eps)
+
+
+class BetaDensity(Slot):
+    """The density, at the group's mean reward, of a Beta distribution fitted to all groups: BNPO (arXiv:2506.02864).
+
+    Rewards must lie in [0, 1].
+    """
+
+    type: Literal["beta"] = "beta"
+
+    def __call__(self, rewards: Array, groups: Groups, lengths: Array) -> Array:
+        mean = group_sum(rewards, groups) / group_size(groups)
+        per_group = mean[np.unique(groups, return_index=True)[1]]
+        m, v = float(per_group.mean()), float(per_group.var(ddof=1)) if len(per_group) > 1 else 0.0
+        concentration = m * (1 - m) / v - 1 if v > 0 else 0.0
+        alpha = max(1.0, 1 + concentration * m / 3)
+        beta = max(1.0, 1 + concentration * (1 - m) / 3)
+        log_norm = math.lgamma(alpha + beta) - math.lgamma(alpha) - math.lgamma(beta)
+        density = math.exp(log_norm) * mean ** (alpha - 1) * (1 - mean) ** (beta - 1)
+        return np.maximum(density, 1e-6)
+
+
+# Shaping -------------------------------------------------------------------------------------------------------------
+
+
+class SoftOverlong(Slot):
+    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13): 0 up to `limit - cache` tokens, then falling linearly
+    to -1 at `limit` tokens."""
+
+    type: Literal["soft_overlong"] = "soft_overlong"
+    cache_fraction: float = Field(default=0.2, gt=0, le=1)
+    """Length of the falling part as a fraction of the limit (the paper: 4,096 of 20,480 tokens)."""
+
+    limit: int | None = Field(default=None, ge=1)
+    """Tokens; null takes `sampling.max_tokens`."""
+
+    def __call__(self, rewards: Array, groups: Groups, lengths: Array) -> Array:
+        assert self.limit is not None, "Algorithm.resolve fills the limit"
+        cache = self.cache_fraction * self.limit
+        return np.clip((self.limit - cache - lengths) / cache, -1.0, 0.0)
+
+
+class KimiLength(Slot):
+    """Kimi k1.5's length reward (arXiv:2501.12599): `0.5 - (length - shortest) / (longest - shortest)` within the
+    group, for an answer that is not right never above 0."""
+
+    type: Literal["kimi"] = "kimi"
+    right_above: float = 0.5
+    """An answer counts as right when its reward is greater than this."""
+
+    def __call__(self, rewards: Array, groups: Groups, lengths: Array) -> Array:
+        longest, shortest = np.zeros_like(lengths), np.zeros_like(lengths)
+        for group in np.unique(groups):
+            members = groups == group
+            longest[members], shortest[members] = lengths[members].max(), lengths[members].min()
+        spread = longest - shortest
+        bonus = np.where(spread > 0, 0.5 - (lengths - shortest) / np.maximum(spread, 1), 0.0)
+        return np.where(rewards > self.right_above, bonus, np.minimum(bonus, 0.0))
+
+
+# Normalisation -------------------------------------------------------------------------------------------------------
+
+
+def normalise(
+    rewards: Array, groups: Groups, lengths: Array, baseline: Statistic | None, scale: Statistic | None
+) -> Array:
+    """`(reward - baseline) / scale`, N -> N; exactly 0 in a flat group when there is a baseline, and where the scale
+    is not positive."""
+    centred = rewards - baseline(rewards, groups, lengths) if baseline is not None else rewards
+    if baseline is not None:
+        centred = np.where(group_is_flat(rewards, groups), 0.0, centred)
+    if scale is None:
+        return centred
+    divisor = scale(rewards, groups, lengths)
+    return np.divide(centred, divisor, out=np.zeros_like(centred), where=divisor > 0)
+
+
+class Whiten(Slot):
+    """`(A - mean) / sqrt(var + eps)` over the whole step: REINFORCE++ (arXiv:2501.03262)."""
+
+    type: Literal["whiten"] = "whiten"
+    level: Literal["sample", "token"] = "token"
+    """Statistics over completions, or over loss tokens (long completions weigh more)."""
+    ddof: Literal[0, 1] = 0
+    """1: the sample variance; 0: the population variance."""
+    eps: float = Field(default=0.0, ge=0)
+    """Added to the variance."""
+
+    def __call__(self, values: Array) -> Array:
+        if len(values) == 0 or values.max() == values.min():
+            return np.zeros_like(values)
+        variance = float(((values - values.mean()) ** 2).sum()) / (len(values) - self.ddof)
+        return (values - values.mean()) / math.sqrt(variance + self.eps)
+
+
+# Credit over time ----------------------------------------------------------------------------------------------------
+
+
+class ReturnToGo(Slot):
+    """`A_t = sum over t' >= t of gamma^(t'-t) r_t'`.
+
+    With gamma 1 and one reward at the end, every token gets the outcome (GRPO); with a reward at the end of every
+    reasoning step, the sum of the steps not yet finished (GRPO's process supervision, arXiv:2402.03300, 4.1.3).
+    """
+
+    type: Literal["return_to_go"] = "return_to_go"
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount of each token."""
+
+    def __call__(self, rewards: Array, values: Array) -> tuple[Array, Array]:
+        returns = _discounted_sum(rewards, self.gamma)
+        return returns, returns
+
+
+class Gae(Slot):
+    """Generalized advantage estimation (arXiv:1506.02438, eq. 16); the value after the last token is 0."""
+
+    type: Literal["gae"] = "gae"
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount of each token."""
+    lam: float = Field(default=0.95, ge=0, le=1)
+    """0 trusts the critic, 1 the rewards."""
+
+    def __call__(self, rewards: Array, values: Array) -> tuple[Array, Array]:
+        surprise = rewards + self.gamma * np.append(values[1:], 0.0) - values
+        advantages = _discounted_sum(surprise, self.gamma * self.lam)
+        return advantages, advantages + values
+
+
+def _discounted_sum(values: Array, decay: float) -> Array:
+    total, sums = 0.0, np.empty_like(values)
+    for t in range(len(values) - 1, -1, -1):
+        total = float(values[t]) + decay * total
+        sums[t] = total
+    return sums

@@ -1,0 +1,120 @@
+"""The boundary between the training loop and whatever computes: two protocols, seven methods.
+
+A `Sampler` turns prompts into completions; a `Learner` scores tokens and takes optimizer steps.  The loop does
+not know which it has.  Engines never see an algorithm: they are handed a loss function that returns a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, Protocol
+
+from pydantic import Field
+from torch import Tensor
+
+from groupwise.records import Batch, FinishReason, Floats, Ints
+from groupwise.slots import Slot
+
+LossFn = Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
+"""(logprobs [B, T], entropies [B, T], batch) -> (the loss as a sum, sums of metrics).
+
+Each metric is a float[2] tensor, (sum, count).  Loss and metrics add up over micro-batches and ranks: whoever calls
+this divides by nothing, and the mean of a metric is its sum over its count once everything is added.
+"""
+
+
+class Sampling(Slot):
+    """How completions are drawn.  Log-probabilities are those of the distribution drawn from."""
+
+    max_tokens: int = Field(default=256, ge=1)
+    """Longest completion, in tokens, the stop token included."""
+    temperature: float = Field(default=1.0, ge=0.0)
+    """Logits are divided by this; 0 means greedy (evaluation only)."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Keep the most likely tokens whose probabilities reach this sum; 1 keeps all (required in training)."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep this many most likely tokens; 0 keeps all (required in training)."""
+
+
+class Optimizer(Slot):
+    """AdamW and its learning-rate schedule."""
+
+    learning_rate: float = Field(default=1e-6, ge=0.0)
+    """Peak learning rate."""
+    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
+    """Decay rates of AdamW's running averages of the gradient and of its square."""
+    eps: float = Field(default=1e-8, gt=0.0)
+    """Added to AdamW's denominator."""
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    """Decoupled weight decay of all parameters."""
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    """The gradient is scaled down to this global L2 norm."""
+    warmup_updates: int = Field(default=0, ge=0)
+    """Optimizer steps over which the learning rate rises linearly to its peak."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls from its peak to 0 at the last update."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A whole group: one prompt and a random key for each completion wanted."""
+
+    prompt: Ints
+    """int32[P], P >= 1."""
+    keys: tuple[int, ...]
+    """One 64-bit key (`seeding.key`) per completion; a completion depends on its prompt, its key and the weights,
+    not on what else is sampled beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a sampler says: R tokens, the stop token included when there was one."""
+
+    tokens: Ints
+    """int32[R]"""
+    logprobs: Floats
+    """float32[R]: natural logarithm, of the tempered distribution the token was drawn from."""
+    entropies: Floats
+    """float32[R]: entropy of that distribution, in nats."""
+    finish_reason: FinishReason
+    policy_version: int
+    """The `version` last passed to `Sampler.load` when the first token was drawn."""
+
+
+class Sampler(Protocol):
+    """Draws completions from the current policy."""
+
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+        """For each request, its completions in the order of its keys."""
+        ...
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over the learner's weights; `version` is the number of training steps they have seen."""
+        ...
+
+
+class Learner(Protocol):
+    """Scores tokens and takes optimizer steps."""
+
+    def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor:
+        """float[B, T] on the CPU: log-probability of each token under the policy (or the reference policy), after
+        temperature; 0 where `batch.loss_mask` is False.  No gradient."""
+        ...
+
+    def update(self, batch: Batch, loss: LossFn) -> dict[str, float]:
+        """One optimizer step on the sum of `loss` over the batch; the metrics, as means."""
+        ...
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Names, as `save_pretrained` writes them, and tensors of the policy."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write everything needed to continue exactly: weights, optimizer, schedule."""
+        ...
+
+    def restore(self, path: Path) -> None:
+        """Continue from what `save` wrote."""
+        ...

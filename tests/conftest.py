@@ -1,0 +1,37 @@
+"""Every test runs offline, on one thread, and the same way each time."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+
+# Read by the libraries when they are imported, so before anything else.
+CACHE = tempfile.TemporaryDirectory(prefix="groupwise-tests-")
+os.environ["HF_HOME"] = CACHE.name  # a cached data set of an earlier run must not decide a test
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+# The models of the tests are too small to share between threads: one is faster, and sums have one order.
+torch.set_num_threads(1)
+
+# Examples are drawn from the test's own name, never from the clock or a database on disk.
+settings.register_profile("groupwise", derandomize=True, database=None, deadline=None)
+settings.load_profile("groupwise")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The global generators start alike in every test, whichever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def pytest_unconfigure() -> None:
+    CACHE.cleanup()

@@ -1,0 +1,172 @@
+"""A file imports only from lower floors, so the mathematics runs without a model and the loop without a GPU.
+
+The tables are the architecture: a new module, a new library or an import between neighbours is a decision, taken here.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src" / "groupwise"
+
+FLOORS = (
+    {"errors", "records", "seeding", "slots"},
+    {"advantages", "weights", "losses", "model", "packing"},
+    {"algorithms", "presets", "chat", "engines"},
+    {"rollout", "tasks", "rewards"} | {f"engines.{name}" for name in ("local", "fake", "vllm", "fsdp", "ray")},
+    {"train", "evaluate", "checkpoint", "report", "log", "config"},
+    {"cli", "quickstart"},
+)
+SURFACE = {"", "__main__"}  # groupwise/__init__.py gathers the public names; nothing of ours imports it
+
+NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
+    "records": {"errors"},
+    "slots": {"errors"},
+    "weights": {"losses"},
+    "packing": {"model"},
+    "presets": {"algorithms"},
+    "tasks": {"rewards"},
+    "rollout": {"tasks", "rewards"},
+    "checkpoint": {"config"},
+    "log": {"config"},
+    "evaluate": {"config", "log"},
+    "report": {"config", "log"},
+    "train": {"config", "checkpoint", "evaluate", "log"},
+    "cli": {"quickstart"},
+}
+# An engine knows tensors and requests, never an algorithm, a task or the loop.
+ENGINES_MAY_IMPORT = {"engines", "model", "packing", "records", "slots", "seeding", "errors"}
+
+# What `pip install groupwise` brings. pydantic_core, huggingface_hub and pyarrow come with pydantic, transformers
+# and datasets and are part of their interface.
+CORE = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "pydantic", "yaml", "typer", "rich"}
+CORE |= {"jinja2", "math_verify", "pydantic_core", "huggingface_hub", "pyarrow"}
+# An extra is imported in one file only. Whoever first uses one of those without a file names its file here.
+EXTRAS = {"vllm": "engines.vllm", "ray": "engines.ray"}
+EXTRAS |= dict.fromkeys(["peft", "tensorboard", "wandb", "trackio", "reasoning_gym"], "no file yet")
+# The mathematics can be read and tested with one array library.
+ONLY = {"advantages": {"numpy", "pydantic"}, "losses": {"torch", "pydantic"}, "weights": {"torch", "pydantic"}}
+
+
+def module_name(file: Path) -> str:
+    """`engines.local` for src/groupwise/engines/local.py, `engines` for its __init__.py."""
+    return ".".join(part for part in file.relative_to(SRC).with_suffix("").parts if part != "__init__")
+
+
+FILES = {module_name(file): file for file in sorted(SRC.rglob("*.py"))}
+
+
+def imports(source: str, package: tuple[str, ...]) -> Iterator[str]:
+    """Every module that the source imports, anywhere in it; `package` is where it stands, for relative imports.
+
+    Raises:
+        SyntaxError: the source is not Python.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            where = ".".join((*base, *filter(None, [node.module])))
+            for alias in node.names:  # `from groupwise import losses` imports a module, not a name
+                inner = f"{where}.{alias.name}"
+                yield inner if inner.removeprefix("groupwise.") in FILES else where
+
+
+def imported(module: str) -> tuple[set[str], set[str]]:
+    """(modules of ours, libraries) that the module imports."""
+    file = FILES[module]
+    names = set(imports(file.read_text(encoding="utf-8"), ("groupwise", *file.relative_to(SRC).parts[:-1])))
+    ours = {name for name in names if name.split(".")[0] == "groupwise"}
+    libraries = {name.split(".")[0] for name in names - ours} - sys.stdlib_module_names
+    return {name.removeprefix("groupwise").removeprefix(".") for name in ours}, libraries
+
+
+def place(module: str) -> str:
+    """The entry of the tables that speaks for the module: rewards/ is one, each engine is its own."""
+    return "rewards" if module.startswith("rewards.") else module
+
+
+def floor(module: str) -> int:
+    """Its height; above everything when it has none yet."""
+    return next((height for height, modules in enumerate(FLOORS) if place(module) in modules), len(FLOORS))
+
+
+def allowed(module: str, other: str) -> bool:
+    """Whether `module` may import `other`."""
+    if module in SURFACE:
+        return True
+    if other in SURFACE:
+        return False
+    if module.startswith("engines."):
+        return other in ENGINES_MAY_IMPORT
+    here, there = place(module), place(other)
+    return floor(there) < floor(here) or here == there == "rewards" or there in NEIGHBOURS.get(here, ())
+
+
+def test_every_module_has_a_floor() -> None:
+    known = set().union(*FLOORS) | SURFACE
+    homeless = sorted(module for module in FILES if place(module) not in known)
+    assert not homeless, f"add {homeless} to FLOORS: the lowest floor above everything that it imports"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_a_module_imports_only_from_lower_floors(module: str) -> None:
+    ours, _ = imported(module)
+    wrong = sorted(other for other in ours if not allowed(module, other))
+    assert not wrong, f"groupwise.{module} may not import {wrong}"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_a_library_is_in_the_core_or_an_extra_in_its_own_file(module: str) -> None:
+    _, libraries = imported(module)
+    wrong = sorted(name for name in libraries - CORE if EXTRAS.get(name) != module)
+    assert not wrong, f"groupwise.{module} may not import {wrong}"
+    assert libraries <= ONLY.get(module, libraries), f"groupwise.{module} needs nothing but {ONLY[module]}"
+
+
+def test_neighbours_never_import_in_a_circle() -> None:
+    def reachable(module: str) -> set[str]:
+        near = NEIGHBOURS.get(module, set())
+        return near.union(*map(reachable, near))  # recursion without end is the circle
+
+    for module in NEIGHBOURS:
+        assert module not in reachable(module)
+        assert {floor(other) for other in NEIGHBOURS[module]} == {floor(module)}
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import groupwise.losses as L", {"groupwise.losses"}),
+        ("from groupwise import records, Rollout", {"groupwise.records", "groupwise"}),
+        ("from groupwise.engines import Sampler", {"groupwise.engines"}),
+        ("from . import Sampler", {"groupwise.engines"}),
+        ("from ..records import Batch", {"groupwise.records"}),
+        ("def late():\n    import ray.util", {"ray.util"}),
+    ],
+)
+def test_an_import_is_seen_however_it_is_written(source: str, found: set[str]) -> None:
+    assert set(imports(source, ("groupwise", "engines"))) == found
+
+
+@pytest.mark.parametrize(
+    ("module", "other"),
+    [
+        ("losses", "advantages"),
+        ("records", "algorithms"),
+        ("engines.local", "algorithms"),
+        ("engines.ray", "engines.vllm"),
+        ("engines", "engines.local"),
+        ("rewards.math", "tasks"),
+        ("evaluate", "train"),
+        ("train", ""),
+    ],
+)
+def test_an_import_from_the_same_or_a_higher_floor_is_refused(module: str, other: str) -> None:
+    assert not allowed(module, other)
