@@ -1,0 +1,114 @@
+"""Messages to tokens and tokens to text, for one tokenizer.
+
+A prompt is either raw text that the model continues, or chat messages that the tokenizer's template lays out up to
+the place where the assistant speaks.  A completion is read back without the tokens that only steer a conversation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jinja2
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from groupwise.errors import ModelError
+from groupwise.records import Ints
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[Message]
+"""Text to continue, or messages `{"role": ..., "content": ...}`."""
+
+_TAG = re.compile(r"<(/?)(\w+)>")
+
+
+@dataclass(frozen=True)
+class Chat:
+    """One tokenizer, and the tokens that end a completion."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: tuple[int, ...]
+    """A completion ends with the first of these; see `stop_ids`."""
+
+    def prompt(self, prompt: Prompt) -> Ints:
+        """int32[P]: the tokens of a prompt, ready to be continued by the model.
+
+        Text is continued as it is, with the tokenizer's own beginning (BOS) if it has one.  Messages go through the
+        chat template and end where the assistant begins to speak; a last message of the assistant is continued.
+
+        Raises:
+            ModelError: messages, and the tokenizer has no chat template or its template refuses them.
+        """
+        if isinstance(prompt, str):
+            return np.asarray(self.tokenizer(prompt)["input_ids"], dtype=np.int32)
+        # The template writes the special tokens itself.
+        return np.asarray(self.tokenizer(self._lay_out(prompt), add_special_tokens=False)["input_ids"], dtype=np.int32)
+
+    def text(self, tokens: Ints) -> str:
+        """What a completion int32[R] says: without stop tokens and special tokens, but with tags like `<think>`."""
+        said = [token for token in tokens.tolist() if token not in self._silent]
+        text = self.tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def _lay_out(self, messages: Sequence[Message]) -> str:
+        if self.tokenizer.chat_template is None:
+            raise ModelError(
+                "model: its tokenizer has no chat template, so a prompt cannot be a list of messages; accepted: "
+                "prompts that are strings, or a tokenizer with a template (add chat_template.jinja to the model folder)"
+            )
+        unfinished = messages[-1]["role"] == "assistant"
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=not unfinished,
+                continue_final_message=unfinished,
+            )
+        except jinja2.TemplateError as error:
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise ModelError(
+                f"model: its chat template refuses messages with the roles {roles}: {error}; "
+                "change the roles in the data, or the template (chat_template.jinja in the model folder)"
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+    @cached_property
+    def _silent(self) -> frozenset[int]:
+        """Ids that never reach the text.
+
+        Some tokenizers declare `<think>` and `</think>` special.  They carry meaning that rewards read, unlike
+        `<|im_end|>` or `<s>`: a special token stays when its opening or closing partner is special, too, and
+        neither has an office such as beginning or padding.
+        """
+        special = {token.content: id for id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        offices = {token for token in self.tokenizer.special_tokens_map.values() if isinstance(token, str)}
+        kept = {token for token in special.keys() - offices if _partner(token) in special.keys() - offices}
+        return frozenset(special[token] for token in special.keys() - kept) | frozenset(self.stop_ids)
+
+
+def _partner(token: str) -> str | None:
+    tag = _TAG.fullmatch(token)
+    return None if tag is None else f"<{'' if tag[1] else '/'}{tag[2]}>"
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase, listed: int | Sequence[int] | None = None) -> tuple[int, ...]:
+    """The tokenizer's end-of-sequence token and those `listed` in a model's generation config, sorted.
+
+    Raises:
+        ModelError: there is none, so that no completion would ever end by itself.
+    """
+    ids = {listed} if isinstance(listed, int) else set(listed or ())
+    if isinstance(tokenizer.eos_token_id, int):
+        ids.add(tokenizer.eos_token_id)
+    if not ids:
+        raise ModelError(
+            "model: neither its tokenizer (eos_token) nor its generation config (eos_token_id) names a token that ends "
+            "a completion, so none would ever end; set eos_token in tokenizer_config.json of the model folder"
+        )
+    return tuple(sorted(ids))

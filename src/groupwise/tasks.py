@@ -1,0 +1,264 @@
+"""A task: rows, the prompt made of each, and the rewards; how rows are read, checked, ordered and split.
+
+Whatever is wrong with a dataset is found here, before the first token is sampled.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from groupwise.chat import Chat, Prompt
+from groupwise.errors import DataError, did_you_mean
+from groupwise.rewards import Reward, check_rewards
+from groupwise.seeding import generator, key
+
+Row = Mapping[str, Any]
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What a model is asked, and how its answers are graded."""
+
+    rows: Sequence[Row]
+    rewards: tuple[Reward, ...]
+    """See `groupwise.rewards.as_rewards`."""
+    prompt: str | Callable[[Row], Prompt] = "prompt"
+    """The column with the prompt, or a function from a row to the prompt: text, or a list of messages."""
+    system: str | None = None
+    """A system message before each prompt that has none of its own.  With one, a prompt that is text becomes the
+    user's message; the empty string does only that."""
+
+    def prompt_of(self, row: Row) -> Prompt:
+        """The prompt of a row of this task that has passed `check_prompts`."""
+        asked = row[self.prompt] if isinstance(self.prompt, str) else self.prompt(row)
+        if self.system is None:
+            return asked
+        spoken = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
+        keeps = not self.system or spoken[0]["role"] == "system"
+        return spoken if keeps else [{"role": "system", "content": self.system}, *spoken]
+
+
+def check_task(
+    task: Task, chat: Chat, *, max_tokens: int, context: int | None, long_prompts: Literal["error", "drop"] = "error"
+) -> Task:
+    """The task, once everything that can be known to be wrong with it has been looked for.
+
+    Args:
+        max_tokens: the longest completion.
+        context: how many tokens of prompt and completion the model can take; None: no limit.
+        long_prompts: what to do with a prompt that leaves no room for the longest completion.
+
+    Raises:
+        DataError: no rows, no prompt column, a prompt that is not text or messages, or one that is too long.
+        ModelError: the chat template cannot lay out the messages.
+        RewardError: see `check_rewards`.
+    """
+    check_prompts(task)
+    check_rewards(task.rewards, task.rows, task.prompt_of)
+    lengths = [len(chat.prompt(task.prompt_of(row))) for row in task.rows]
+    if 0 in lengths:
+        raise DataError(
+            f"data: the prompt of rows[{lengths.index(0)}] has no tokens; write a prompt, or leave that row out"
+        )
+    if context is None:
+        return task
+    short = [row for row, length in zip(task.rows, lengths, strict=True) if length + max_tokens <= context]
+    if len(short) == len(lengths):
+        return task
+    first = next(index for index, length in enumerate(lengths) if length + max_tokens > context)
+    found = (
+        f"data.long_prompts: {len(lengths) - len(short)} of {len(lengths)} prompts are too long: rows[{first}] has "
+        f"{lengths[first]} tokens, and with sampling.max_tokens {max_tokens} passes the model's context of {context}"
+    )
+    if long_prompts == "error" or not short:
+        drop = ", or set data.long_prompts: drop" if short else ""
+        raise DataError(f"{found}; shorten them, lower sampling.max_tokens, take a model with a longer context{drop}")
+    _LOG.warning("%s; dropped", found)
+    return dataclasses.replace(task, rows=short)
+
+
+def check_prompts(task: Task) -> None:
+    """Make sure that every row has a prompt of text or messages.
+
+    Raises:
+        DataError: naming the first row that has not, what it has, and what is accepted.
+    """
+    if not task.rows:
+        raise DataError("data: there are no rows; accepted: at least one row with a prompt")
+    for index, row in enumerate(task.rows):
+        if isinstance(task.prompt, str) and task.prompt not in row:
+            raise DataError(
+                f"data.prompt_column: rows[{index}] has no column {task.prompt!r}{did_you_mean(task.prompt, row)}; "
+                f"columns: {', '.join(row)}; rename one of them, or set data.prompt_column"
+            )
+        prompt = row[task.prompt] if isinstance(task.prompt, str) else task.prompt(row)
+        problem = _problem(prompt)
+        if problem:
+            raise DataError(
+                f"data: the prompt of rows[{index}] {problem}; accepted: text, or a list of messages "
+                '{"role": "user", "content": "..."}; mend that row or leave it out'
+            )
+
+
+def _problem(prompt: object) -> str:
+    if prompt is None:
+        return "is null"
+    if isinstance(prompt, str):
+        return "" if prompt.strip() else "is empty"
+    if not isinstance(prompt, list | tuple):
+        return f"is the {type(prompt).__name__} {prompt!r}"
+    messages = cast(Sequence[object], prompt)
+    for place, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            return f"has, as message {place}, the {type(message).__name__} {message!r}"
+        for name in ("role", "content"):
+            if not isinstance(cast(Row, message).get(name), str):
+                return f"has no text as the {name!r} of message {place}: {dict(cast(Row, message))!r}"
+    return "" if messages else "is an empty list"
+
+
+def rows_for_step(count: int, step: int, prompts_per_step: int, seed: int) -> list[int]:
+    """Which of `count` rows step `step` (from 0) uses: int[prompts_per_step], a pure function of its arguments.
+
+    Every epoch is a new permutation of all rows, and a step may straddle two epochs: no row is ever left out.
+
+    Raises:
+        DataError: there are fewer rows than one step needs.
+    """
+    if count < prompts_per_step:
+        raise DataError(
+            f"data: {count} rows cannot fill a step of prompts_per_step {prompts_per_step}; "
+            f"set prompts_per_step to at most {count}, or add rows"
+        )
+    first = step * prompts_per_step
+    epochs = range(first // count, (first + prompts_per_step - 1) // count + 1)
+    orders = {epoch: generator(seed, "order", epoch).permutation(count) for epoch in epochs}
+    return [int(orders[place // count][place % count]) for place in range(first, first + prompts_per_step)]
+
+
+def split_rows(rows: Sequence[Row], test_fraction: float, column: str = "prompt") -> tuple[list[Row], list[Row]]:
+    """(train, test) by a hash of each row's prompt, so that a row stays on its side whatever is added around it.
+
+    Rows with equal prompts are on the same side: nothing of the test is ever trained on.
+    """
+    sides: tuple[list[Row], list[Row]] = ([], [])
+    for row in rows:
+        chance = key("split", json.dumps(row[column], sort_keys=True)) / 2**64
+        sides[chance < test_fraction].append(row)
+    return sides
+
+
+def read_rows(path: str | Path, *, split: str = "train", limit: int | None = None) -> list[dict[str, Any]]:
+    """The rows of a file, or of a dataset on the Hub.
+
+    Args:
+        path: a .jsonl, .json (a list of objects), .csv or .parquet file, or a Hub id: `org/name`, or
+            `org/name:configuration`.
+        split: which split of a Hub dataset; a file has no splits.
+        limit: how many rows from the beginning; None: all.
+
+    Raises:
+        DataError: there is no such file or dataset, or it cannot be read, or it has no rows.
+    """
+    file = Path(path)
+    if file.is_file():
+        reader = _READERS.get(file.suffix)
+        if reader is None:
+            accepted = f"{', '.join(_READERS)}, or a Hub id"
+            raise DataError(f"data.path: {path}: unknown suffix {file.suffix!r}; accepted: {accepted}")
+        rows = reader(file)
+    elif _looks_like_hub_id(str(path)) and not file.exists():
+        rows = _from_hub(str(path), split)
+    else:
+        siblings = [str(file.parent / sibling.name) for sibling in sorted(file.parent.glob("*")) if sibling.is_file()]
+        raise DataError(
+            f"data.path: {path}: no such file{did_you_mean(str(path), siblings)}; "
+            f"accepted: a {', '.join(_READERS)} file, or a Hub id such as org/name"
+        )
+    if not rows:
+        raise DataError(f"data.path: {path}: it has no rows; accepted: at least one row with a prompt")
+    return rows[:limit]
+
+
+def _looks_like_hub_id(path: str) -> bool:
+    return path.count("/") == 1 and path[0] not in "./~" and Path(path).suffix not in _READERS
+
+
+def _from_hub(path: str, split: str) -> list[dict[str, Any]]:
+    from datasets import load_dataset
+
+    name, _, configuration = path.partition(":")
+    try:
+        return [dict(row) for row in load_dataset(name, configuration or None, split=split)]
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"data.path: {path}, split {split!r}: no such file, and the Hub does not give it: {error}; "
+            "accepted: a file, or a Hub id as org/name or org/name:configuration"
+        ) from error
+
+
+def _from_jsonl(file: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                rows.append(_object(json.loads(line), f"{file}, line {number}"))
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"data.path: {file}, line {number}, column {error.colno}: not JSON ({error.msg}): "
+                    f"{line.strip()[:60]!r}; accepted: one JSON object per line"
+                ) from error
+    return rows
+
+
+def _from_json(file: Path) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"data.path: {file}, line {error.lineno}, column {error.colno}: not JSON ({error.msg}); accepted: a list "
+            "of objects; one object per line belongs in a .jsonl file"
+        ) from error
+    if not isinstance(found, list):
+        raise DataError(f"data.path: {file}: holds one {type(found).__name__}; accepted: a list of objects")
+    return [_object(row, f"{file}, [{index}]") for index, row in enumerate(cast(list[object], found))]
+
+
+def _object(row: object, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise DataError(f"data.path: {where}: is the {type(row).__name__} {row!r}; accepted: an object with a prompt")
+    return cast(dict[str, Any], row)
+
+
+def _from_csv(file: Path) -> list[dict[str, Any]]:
+    with file.open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def _from_parquet(file: Path) -> list[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(file).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"data.path: {file}: not a Parquet file: {error}; accepted: {', '.join(_READERS)}") from error
+    return rows
+
+
+_READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
+    ".jsonl": _from_jsonl,
+    ".json": _from_json,
+    ".csv": _from_csv,
+    ".parquet": _from_parquet,
+}
