@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from texts import byte_tokenizer
 
-from groupwise.chat import Chat, stop_ids
+from groupwise.chat import Chat
 from groupwise.errors import ModelError
 from groupwise.records import Ints
 
@@ -15,7 +15,7 @@ QUESTION = [{"role": "user", "content": "2+2?"}]
 
 def chat(**kwargs: object) -> Chat:
     tokenizer = byte_tokenizer(**kwargs)  # type: ignore[arg-type]
-    return Chat(tokenizer, stop_ids(tokenizer))
+    return Chat(tokenizer, (tokenizer.eos_token_id,))
 
 
 def tokens(chat: Chat, text: str) -> Ints:
@@ -68,7 +68,7 @@ def test_control_tokens_never_reach_the_text() -> None:
 
 def test_an_ordinary_token_that_stops_is_not_text() -> None:
     tokenizer = byte_tokenizer()
-    c = Chat(tokenizer, stop_ids(tokenizer, [tokens(chat(), ";")[0].item()]))
+    c = Chat(tokenizer, (tokenizer.eos_token_id, tokens(chat(), ";")[0].item()))
     assert c.text(tokens(c, "4;")) == "4"
 
 
@@ -79,16 +79,3 @@ def test_an_empty_completion_is_empty_text() -> None:
 def test_spaces_before_punctuation_are_the_models_own() -> None:
     c = chat()
     assert c.text(tokens(c, "a , b . it 's")) == "a , b . it 's"
-
-
-@pytest.mark.parametrize(("listed", "more"), [(None, set()), (7, {7}), ([7, 9], {7, 9})])
-def test_stop_ids_are_those_of_tokenizer_and_generation_config(listed: int | list[int] | None, more: set[int]) -> None:
-    tokenizer = byte_tokenizer()
-    assert stop_ids(tokenizer, listed) == tuple(sorted({tokenizer.eos_token_id, *more}))
-
-
-def test_a_model_that_could_never_stop_is_refused() -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.eos_token = None
-    with pytest.raises(ModelError, match=r"eos_token.*eos_token_id.*set eos_token in tokenizer_config\.json"):
-        stop_ids(tokenizer)

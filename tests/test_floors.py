@@ -16,11 +16,11 @@ SRC = Path(__file__).parents[1] / "src" / "groupwise"
 
 FLOORS = (
     {"errors", "records", "seeding", "slots"},
-    {"advantages", "weights", "losses", "model", "packing"},
+    {"advantages", "weights", "losses", "model", "decoding", "packing"},
     {"algorithms", "presets", "chat", "engines"},
     {"rollout", "tasks", "rewards"} | {f"engines.{name}" for name in ("local", "fake", "vllm", "fsdp", "ray")},
     {"train", "evaluate", "checkpoint", "report", "log", "config"},
-    {"cli", "quickstart"},
+    {"cli", "quickstart", "arithmetic"},
 )
 SURFACE = {"", "__main__"}  # groupwise/__init__.py gathers the public names; nothing of ours imports it
 
@@ -28,19 +28,18 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "records": {"errors"},
     "slots": {"errors"},
     "weights": {"losses"},
+    "decoding": {"model"},
     "packing": {"model"},
     "presets": {"algorithms"},
     "tasks": {"rewards"},
     "rollout": {"tasks", "rewards"},
-    "checkpoint": {"config"},
-    "log": {"config"},
-    "evaluate": {"config", "log"},
-    "report": {"config", "log"},
+    "log": {"evaluate"},
     "train": {"config", "checkpoint", "evaluate", "log"},
+    "quickstart": {"arithmetic"},
     "cli": {"quickstart"},
 }
 # An engine knows tensors and requests, never an algorithm, a task or the loop.
-ENGINES_MAY_IMPORT = {"engines", "model", "packing", "records", "slots", "seeding", "errors"}
+ENGINES_MAY_IMPORT = {"engines", "model", "decoding", "packing", "records", "slots", "seeding", "errors"}
 
 # What `pip install groupwise` brings. pydantic_core, huggingface_hub and pyarrow come with pydantic, transformers
 # and datasets and are part of their interface.

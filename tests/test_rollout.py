@@ -11,7 +11,7 @@ import torch
 from texts import byte_tokenizer
 from torch import Tensor
 
-from groupwise.chat import Chat, stop_ids
+from groupwise.chat import Chat
 from groupwise.engines import Completion, Learner, Request, Sampler, Sampling
 from groupwise.engines.fake import RecordingLearner, ScriptedSampler
 from groupwise.records import Batch, Ints, Rollout, collate
@@ -21,7 +21,7 @@ from groupwise.seeding import key
 from groupwise.tasks import Task
 
 TOKENIZER = byte_tokenizer()
-CHAT = Chat(TOKENIZER, stop_ids(TOKENIZER))
+CHAT = Chat(TOKENIZER, (TOKENIZER.eos_token_id,))
 ROWS = [{"prompt": [{"role": "user", "content": f"{a}+1?"}], "answer": a + 1} for a in range(5)]
 TASK = Task(ROWS, as_rewards("math_answer"))
 

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from texts import byte_tokenizer
 
-from groupwise.chat import Chat, stop_ids
+from groupwise.chat import Chat
 from groupwise.errors import DataError, RewardError
 from groupwise.rewards import as_rewards
 from groupwise.tasks import Task, check_prompts, check_task, read_rows, rows_for_step, split_rows
@@ -21,7 +21,7 @@ from groupwise.tasks import Task, check_prompts, check_task, read_rows, rows_for
 ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(20)]
 MATH = as_rewards("math_answer")
 TOKENIZER = byte_tokenizer()
-CHAT = Chat(TOKENIZER, stop_ids(TOKENIZER))
+CHAT = Chat(TOKENIZER, (TOKENIZER.eos_token_id,))
 
 
 def fails(pattern: str) -> Any:
@@ -189,7 +189,7 @@ def test_dropping_every_prompt_is_an_error() -> None:
 def test_a_prompt_without_tokens_is_an_error() -> None:
     silent = byte_tokenizer(template="")
     with fails(r"data: the prompt of rows\[0\] has no tokens; write a prompt"):
-        check_task(Task(ROWS, MATH, system=""), Chat(silent, stop_ids(silent)), max_tokens=4, context=None)
+        check_task(Task(ROWS, MATH, system=""), Chat(silent, (silent.eos_token_id,)), max_tokens=4, context=None)
 
 
 def test_a_task_without_the_rewards_column_is_refused() -> None:

@@ -30,7 +30,7 @@ Credit = Callable[[Array, Array], tuple[Array, Array]]
 def group_sum(values: Array, groups: Groups) -> Array:
     """The sum over each item's group, N -> N."""
     _, member = np.unique(groups, return_inverse=True)
-    return np.bincount(member, values)[member]
+    return np.bincount(member, values).astype(np.float64)[member]
 
 
 def group_size(groups: Groups) -> Array:

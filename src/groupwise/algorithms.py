@@ -27,6 +27,7 @@ from groupwise.advantages import (
     Credit,
     Gae,
     GroupMean,
+    Groups,
     GroupStd,
     KimiLength,
     LeaveOneOut,
@@ -135,12 +136,11 @@ class Algorithm(Slot):
 
     def resolve(self, max_tokens: int) -> Algorithm:
         """The same algorithm with every length that was left open set to `max_tokens`."""
-        open_length = isinstance(self.aggregate, SequenceSumNorm) and self.aggregate.length is None
-        open_limit = isinstance(self.shaping, SoftOverlong) and self.shaping.limit is None
-        changes = {
-            **({"aggregate": SequenceSumNorm(length=max_tokens)} if open_length else {}),
-            **({"shaping": replace(self.shaping, limit=max_tokens)} if open_limit else {}),
-        }
+        changes: dict[str, Slot] = {}
+        if isinstance(self.aggregate, SequenceSumNorm) and self.aggregate.length is None:
+            changes["aggregate"] = replace(self.aggregate, length=max_tokens)
+        if isinstance(self.shaping, SoftOverlong) and self.shaping.limit is None:
+            changes["shaping"] = replace(self.shaping, limit=max_tokens)
         return replace(self, **changes) if changes else self
 
     # Rewards to advantages -------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class Algorithm(Slot):
             values = self.whiten(values)
         return owners, places, values
 
-    def _sum_of_normalised(self, rollouts: Sequence[Rollout], groups: Array, lengths: Array) -> Array:
+    def _sum_of_normalised(self, rollouts: Sequence[Rollout], groups: Groups, lengths: Array) -> Array:
         """GDPO (arXiv:2601.05242): each reward function is normalised on its own, then they are weighed and added."""
         total = np.zeros(len(rollouts))
         for name in {name: None for rollout in rollouts for name in rollout.rewards}:

@@ -17,7 +17,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from groupwise.errors import ModelError
-from groupwise.records import Ints
+from groupwise.records import Ints, Rollout
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
@@ -32,7 +32,7 @@ class Chat:
 
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
-    """A completion ends with the first of these; see `stop_ids`."""
+    """A completion ends with the first of these."""
 
     def prompt(self, prompt: Prompt) -> Ints:
         """int32[P]: the tokens of a prompt, ready to be continued by the model.
@@ -52,6 +52,12 @@ class Chat:
         """What a completion int32[R] says: without stop tokens and special tokens, but with tags like `<think>`."""
         said = [token for token in tokens.tolist() if token not in self._silent]
         text = self.tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def prompt_text(self, rollout: Rollout) -> str:
+        """The prompt of a rollout as the model saw it, special tokens and all."""
+        text = self.tokenizer.decode(rollout.tokens[~rollout.loss_mask].tolist(), skip_special_tokens=False)
         assert isinstance(text, str)
         return text
 
@@ -87,7 +93,7 @@ class Chat:
         neither has an office such as beginning or padding.
         """
         special = {token.content: id for id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        offices = {token for token in self.tokenizer.special_tokens_map.values() if isinstance(token, str)}
+        offices = set(self.tokenizer.special_tokens_map.values())
         kept = {token for token in special.keys() - offices if _partner(token) in special.keys() - offices}
         return frozenset(special[token] for token in special.keys() - kept) | frozenset(self.stop_ids)
 
@@ -95,20 +101,3 @@ class Chat:
 def _partner(token: str) -> str | None:
     tag = _TAG.fullmatch(token)
     return None if tag is None else f"<{'' if tag[1] else '/'}{tag[2]}>"
-
-
-def stop_ids(tokenizer: PreTrainedTokenizerBase, listed: int | Sequence[int] | None = None) -> tuple[int, ...]:
-    """The tokenizer's end-of-sequence token and those `listed` in a model's generation config, sorted.
-
-    Raises:
-        ModelError: there is none, so that no completion would ever end by itself.
-    """
-    ids = {listed} if isinstance(listed, int) else set(listed or ())
-    if isinstance(tokenizer.eos_token_id, int):
-        ids.add(tokenizer.eos_token_id)
-    if not ids:
-        raise ModelError(
-            "model: neither its tokenizer (eos_token) nor its generation config (eos_token_id) names a token that ends "
-            "a completion, so none would ever end; set eos_token in tokenizer_config.json of the model folder"
-        )
-    return tuple(sorted(ids))

@@ -38,8 +38,8 @@ def replace(value: S, **changes: Any) -> S:
     Raises:
         pydantic.ValidationError: a name is unknown or a value is out of range.
     """
-    fields = {name: getattr(value, name) for name in type(value).model_fields}
-    return type(value)(**{**fields, **changes})
+    given = {name: getattr(value, name) for name in value.model_fields_set}
+    return type(value)(**{**given, **changes})
 
 
 class OneOf:

@@ -125,7 +125,7 @@ def _parsed(text: str) -> list[Any]:
 
     # Its timeout is a signal, which works in the main thread only; without one it warns at each start.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    found: list[Any] = parse(text, parsing_timeout=None)
+    found: list[Any] = parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType] (None is its way to say never)
     return found
 
 

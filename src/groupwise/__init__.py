@@ -1,0 +1,81 @@
+"""Groupwise: post-training of language models with group-relative reinforcement learning.
+
+    import groupwise as gw
+
+    gw.train(gw.Config(model="my-model", data=gw.Data(path="prompts.jsonl"), rewards=("math_answer",)))
+
+An algorithm is a value (`gw.GRPO`, `gw.DAPO`, ...), a reward is a function, the loop is `groupwise.train.loop`.
+"""
+
+from __future__ import annotations
+
+from groupwise.algorithms import Algorithm
+from groupwise.chat import Chat
+from groupwise.config import Checkpoint, Config, Data, Engine, Evaluation
+from groupwise.engines import Completion, Learner, Optimizer, Request, Sampler, Sampling
+from groupwise.errors import CheckpointError, ConfigError, DataError, GroupwiseError, ModelError, RewardError
+from groupwise.evaluate import Scores, evaluate
+from groupwise.losses import KL, Cispo, Clip, Dppo, Gmpo, LossInputs, Reinforce, Sapo, Topr, Unclipped, Vespo
+from groupwise.presets import CISPO, DAPO, DR_GRPO, GMPO, GRPO, GSPO, PRESETS, REINFORCE_PP, RLOO, SAPO
+from groupwise.records import Batch, Rollout, collate
+from groupwise.rewards import Reward
+from groupwise.slots import replace
+from groupwise.tasks import Task, read_rows
+from groupwise.train import Run, train
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CISPO",
+    "DAPO",
+    "DR_GRPO",
+    "GMPO",
+    "GRPO",
+    "GSPO",
+    "KL",
+    "PRESETS",
+    "REINFORCE_PP",
+    "RLOO",
+    "SAPO",
+    "Algorithm",
+    "Batch",
+    "Chat",
+    "Checkpoint",
+    "CheckpointError",
+    "Cispo",
+    "Clip",
+    "Completion",
+    "Config",
+    "ConfigError",
+    "Data",
+    "DataError",
+    "Dppo",
+    "Engine",
+    "Evaluation",
+    "Gmpo",
+    "GroupwiseError",
+    "Learner",
+    "LossInputs",
+    "ModelError",
+    "Optimizer",
+    "Reinforce",
+    "Request",
+    "Reward",
+    "RewardError",
+    "Rollout",
+    "Run",
+    "Sampler",
+    "Sampling",
+    "Sapo",
+    "Scores",
+    "Task",
+    "Topr",
+    "Unclipped",
+    "Vespo",
+    "__version__",
+    "collate",
+    "evaluate",
+    "read_rows",
+    "replace",
+    "train",
+]

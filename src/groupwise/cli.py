@@ -1,0 +1,229 @@
+"""The command line: quickstart, train, eval, sample, config.
+
+Exit codes: 0 done; 2 the input is wrong (one message on standard error); 1 anything else.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from groupwise.config import Config, Engine, apply, read_yaml, reference
+from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.presets import PRESETS
+
+HELP = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RUN.yaml] [key=value]...", help="A run file, and settings that override it."),
+]
+Model = Annotated[str | None, typer.Option("--model", help="Folder or hub id of a causal language model.")]
+DataFile = Annotated[str | None, typer.Option("--data", help="Dataset: .jsonl, .json, .csv, .parquet or a hub id.")]
+AlgorithmName = Annotated[str | None, typer.Option("--algorithm", help=f"One of {', '.join(PRESETS)}.")]
+RewardNames = Annotated[
+    list[str] | None, typer.Option("--reward", help="A reward by name or file.py:function; repeat for several.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but the result.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on the last line.")]
+Traceback = Annotated[bool, typer.Option("--traceback", help="Show where an error was raised.")]
+
+
+def read_config(settings: Sequence[str] | None, **flags: Any) -> Config:
+    """A run file (the first argument without `=`), then the flags, then the `key=value` overrides.
+
+    Raises:
+        ConfigError: a setting is wrong, or there are two run files.
+    """
+    files = [text for text in settings or () if "=" not in text]
+    if len(files) > 1:
+        raise ConfigError(f"{files[1]}: a second run file; pass one, and settings as key=value")
+    tree = read_yaml(Path(files[0])) if files else {}
+    if flags.get("model"):
+        tree["model"] = flags["model"]
+    if flags.get("data"):
+        tree["data"] = {**_mapping(tree.get("data")), "path": flags["data"]}
+    if flags.get("algorithm"):
+        tree["algorithm"] = flags["algorithm"]
+    if flags.get("rewards"):
+        tree["rewards"] = list(flags["rewards"])
+    for text in settings or ():
+        if "=" in text:
+            apply(tree, text)
+    return Config.parse(tree)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, dict) else {}
+
+
+def _console(quiet: bool) -> Console:
+    return Console(stderr=True, quiet=quiet)
+
+
+@app.command()
+def train(
+    settings: Settings = None,
+    model: Model = None,
+    data: DataFile = None,
+    algorithm: AlgorithmName = None,
+    reward: RewardNames = None,
+    resume: Annotated[Path | None, typer.Option("--resume", help="Continue this run folder.")] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    traceback: Traceback = False,
+) -> None:
+    """Train a model: groupwise train RUN.yaml, or --model DIR --data FILE --reward NAME key=value ..."""
+    from groupwise.train import train as run_training
+
+    if resume is not None:
+        if any((settings, model, data, algorithm, reward)):
+            raise ConfigError("--resume: continues with the settings of the run; pass no others")
+        config = Config.load(resume / "config.yaml")
+    else:
+        config = read_config(settings, model=model, data=data, algorithm=algorithm, rewards=reward)
+    run = run_training(config, resume=resume, console=_console(quiet))
+    result = {
+        "run": str(run.folder),
+        "before": None if run.before is None else run.before.headline,
+        "after": None if run.after is None else run.after.headline,
+    }
+    print(json.dumps(result) if as_json else f"trained model: {run.folder / 'model'}")
+
+
+@app.command("eval")
+def evaluate_model(
+    model: Annotated[str, typer.Argument(help="Model folder, hub id, or a run folder.")],
+    data: Annotated[str, typer.Option("--data", help="Dataset: .jsonl, .json, .csv, .parquet or a hub id.")],
+    reward: Annotated[list[str], typer.Option("--reward", help="A reward; the first is the headline.")],
+    samples: Annotated[int, typer.Option("--samples", "-k", min=1, help="Completions for each prompt.")] = 1,
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[key=value]...", help="Settings such as sampling.max_tokens=512.")
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    traceback: Traceback = False,
+) -> None:
+    """Score a model on a dataset: mean of each reward with a confidence interval, and pass@k."""
+    from groupwise.evaluate import evaluate
+    from groupwise.train import build
+
+    greedy = [] if samples > 1 else ["evaluation.temperature=0"]
+    spread = ["evaluation.temperature=1"] if samples > 1 else []
+    config = read_config(
+        [*greedy, *spread, "prompts_per_step=1", *(settings or [])], model=_model_of(model), data=data, rewards=reward
+    )
+    parts = build(config)
+    sampling = config.sampling.model_copy(update={"temperature": config.evaluation.temperature})
+    scores = evaluate(parts.task, parts.sampler, parts.chat, sampling=sampling, samples=samples, seed=config.seed)
+    low, high = scores.interval
+    if as_json:
+        result: dict[str, Any] = {"headline": scores.headline, "interval": [low, high], "prompts": scores.prompts}
+        result |= {f"mean/{name}": mean for name, mean in scores.means.items()}
+        result |= {f"pass@{k}": value for k, value in scores.pass_at.items()}
+        print(json.dumps(result))
+        return
+    for name, mean in scores.means.items():
+        print(f"{name:24} {mean:.4f}")
+    print(f"{'95% interval of ' + parts.task.rewards[0].title:24} {low:.4f} to {high:.4f}  ({scores.prompts} prompts)")
+    for k, value in scores.pass_at.items():
+        print(f"{f'pass@{k}':24} {value:.4f}")
+    print(f"{'tokens per completion':24} {scores.completion_length:.1f}  (truncated: {scores.truncated:.1%})")
+
+
+@app.command()
+def sample(
+    model: Annotated[str, typer.Argument(help="Model folder, hub id, or a run folder.")],
+    prompt: Annotated[str, typer.Argument(help="What to ask.")],
+    count: Annotated[int, typer.Option("-n", min=1, help="How many completions.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion.")] = 256,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    seed: int = 0,
+    traceback: Traceback = False,
+) -> None:
+    """Ask a model: prints its completions to one prompt."""
+    from groupwise.engines import Request, Sampling
+    from groupwise.seeding import key
+    from groupwise.train import load_sampler
+
+    sampler, chat = load_sampler(_model_of(model), Engine())
+    messages = raw or chat.tokenizer.chat_template is None
+    request = Request(
+        prompt=chat.prompt(prompt if messages else [{"role": "user", "content": prompt}]),
+        keys=tuple(key(seed, "sample", i) for i in range(count)),
+    )
+    completions = sampler.sample([request], Sampling(max_tokens=max_tokens, temperature=temperature))[0]
+    for completion in completions:
+        print(chat.text(completion.tokens))
+
+
+@app.command()
+def config(
+    settings: Settings = None,
+    model: Model = None,
+    data: DataFile = None,
+    algorithm: AlgorithmName = None,
+    reward: RewardNames = None,
+    show_reference: Annotated[bool, typer.Option("--reference", help="Document every setting instead.")] = False,
+    traceback: Traceback = False,
+) -> None:
+    """Print the resolved settings of a run file, or the documentation of each setting."""
+    if not show_reference:
+        tree = read_config(settings, model=model, data=data, algorithm=algorithm, rewards=reward)
+        print(tree.resolve().to_yaml(), end="")
+        return
+    for path, default, text in reference():
+        print(f"{path}{f' (default: {default})' if default else ''}\n    {text}")
+
+
+@app.command()
+def quickstart(
+    seed: Annotated[int, typer.Option(help="Changes everything random.")] = 0,
+    algorithm: AlgorithmName = None,
+    settings: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Settings to change.")] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    traceback: Traceback = False,
+) -> None:
+    """Make a small model and watch it learn to think: a few minutes on a laptop, no GPU, no download."""
+    from groupwise.quickstart import quickstart as run_quickstart
+
+    result = run_quickstart(seed=seed, algorithm=algorithm, overrides=settings or [], console=_console(quiet))
+    if as_json:
+        print(json.dumps(result))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(metadata.version("groupwise"))
+
+
+def _model_of(path: str) -> str:
+    """The model of a run folder, or the path itself."""
+    trained = Path(path) / "model"
+    return str(trained) if (Path(path) / "config.yaml").is_file() and trained.is_dir() else path
+
+
+def main() -> None:
+    """The `groupwise` command."""
+    try:
+        app()
+    except GroupwiseError as error:
+        if "--traceback" in sys.argv:
+            raise
+        print(f"groupwise: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

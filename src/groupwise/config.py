@@ -1,0 +1,383 @@
+"""The one typed tree that every setting lives in, and the ways to write it: YAML, `key=value`, Python.
+
+Reading is strict: an unknown key, a wrong type or a combination that cannot be right is a `ConfigError` that names
+the path, the value, what is accepted and the way out, all problems in one message.  What was read can be written back
+(`to_yaml`) and reads the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast, get_args
+
+import yaml
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from groupwise.algorithms import Algorithm, cautions
+from groupwise.engines import Optimizer, Sampling
+from groupwise.errors import ConfigError, did_you_mean
+from groupwise.presets import PRESETS
+from groupwise.rewards import Rewards
+from groupwise.slots import OneOf, Slot, replace
+
+Tree = dict[str, Any]
+
+
+def algorithm_by_name(value: Any) -> Any:
+    """`dapo`, or `{preset: dapo, surrogate: {high: 0.3}}`, as an `Algorithm` or the settings of one."""
+    if isinstance(value, str):
+        return preset(value)
+    if isinstance(value, Mapping) and "preset" in value:
+        settings = dict(cast(Mapping[str, Any], value))
+        base = preset(str(settings.pop("preset")))
+        return merge(base.model_dump(mode="json"), settings)
+    return value
+
+
+def preset(name: str) -> Algorithm:
+    """The named algorithm.
+
+    Raises:
+        PydanticCustomError: there is none of this name.
+    """
+    if name not in PRESETS:
+        raise PydanticCustomError(
+            "no_preset",
+            "no such algorithm{hint}; accepted: {names}",
+            {"hint": did_you_mean(name, PRESETS), "names": ", ".join(PRESETS)},
+        )
+    return PRESETS[name]
+
+
+def merge(base: Any, changes: Any) -> Any:
+    """`changes` laid over `base`; a member of another type replaces the one below it whole."""
+    if not isinstance(base, dict) or not isinstance(changes, Mapping):
+        return changes
+    under, over = cast(Tree, base), cast(Mapping[str, Any], changes)
+    if "type" in over and over["type"] != under.get("type"):
+        return dict(over)
+    return {**under, **{name: merge(under.get(name), value) for name, value in over.items()}}
+
+
+class Data(Slot):
+    """Where the prompts come from."""
+
+    path: str
+    """A .jsonl, .json, .csv or .parquet file, or a dataset id of the Hugging Face hub."""
+    split: str = "train"
+    """Which split of a hub dataset."""
+    prompt_column: str = "prompt"
+    """The column with the prompt: a string, or chat messages."""
+    system_prompt: str | None = None
+    """Put before every conversation that does not bring its own."""
+    limit: int | None = Field(default=None, ge=1)
+    """Use only this many rows from the start."""
+    long_prompts: Literal["error", "drop"] = "error"
+    """What to do with prompts that leave no room for `sampling.max_tokens` in the model's context."""
+
+
+class Evaluation(Slot):
+    """Held-out prompts, answered before, during and after training."""
+
+    data: Data | None = None
+    """The prompts; null for no evaluation."""
+    every: int = Field(default=0, ge=0)
+    """Steps between evaluations; 0 evaluates only before and after."""
+    samples: int = Field(default=1, ge=1)
+    """Completions for each prompt."""
+    temperature: float = Field(default=0.0, ge=0.0)
+    """0 is greedy."""
+
+
+class Engine(Slot):
+    """What computes, and how much at once."""
+
+    device: str = "auto"
+    """`auto` takes the first CUDA GPU if there is one, else the CPU."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Of weights and activations; log-probs and losses are float32 at least."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads; null leaves torch's choice."""
+    train_tokens: int = Field(default=16384, ge=1)
+    """Tokens, padding included, of one micro-batch; lower it when memory runs out.  The result does not change."""
+    sample_tokens: int = Field(default=131072, ge=1)
+    """Tokens, prompts included, that are sampled at the same time; lower it when memory runs out."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a quarter more time."""
+
+
+class Checkpoint(Slot):
+    """What a run keeps to continue from."""
+
+    every: int = Field(default=0, ge=0)
+    """Steps between checkpoints; 0 saves only at the end."""
+    keep_last: int = Field(default=2, ge=1)
+    """Older ones are deleted."""
+
+
+class Config(Slot):
+    """Everything a run is made of."""
+
+    model: str
+    """Folder or hub id of a Hugging Face causal language model."""
+    data: Data
+    """The prompts to train on."""
+    rewards: Rewards
+    """Reward functions by name (`math_answer`), as code (`file.py:function`), or with settings and a weight.  The first
+    one is the headline of evaluations."""
+    algorithm: Annotated[Algorithm, BeforeValidator(algorithm_by_name)] = Algorithm()
+    """The name of a preset, `{preset: NAME, ...changes}`, or slots."""
+    steps: int = Field(default=100, ge=1)
+    """Rounds of sampling and updating."""
+    prompts_per_step: int = Field(default=16, ge=1)
+    """Prompts, and so groups, of one step."""
+    group_size: int = Field(default=8, ge=1)
+    """G: completions for each prompt."""
+    updates_per_step: int = Field(default=1, ge=1)
+    """Optimizer steps on the rollouts of one step, each on its share of the groups."""
+    seed: int = 0
+    """Decides everything random."""
+    sampling: Sampling = Sampling()
+    """How completions are drawn in training."""
+    optimizer: Optimizer = Optimizer()
+    """How the policy takes a step."""
+    engine: Engine = Engine()
+    """What computes, and how much at once."""
+    evaluation: Evaluation = Evaluation()
+    """Held-out prompts."""
+    checkpoint: Checkpoint = Checkpoint()
+    """What is kept to continue from."""
+    max_invalid_fraction: float = Field(default=0.25, ge=0, le=1)
+    """The run stops when more of a step's rollouts than this have no trustworthy reward."""
+    sampling_rounds: int = Field(default=4, ge=1)
+    """With `filter: dynamic_sampling`: at most this many rounds of prompts to fill a step with informative groups."""
+    output: str | None = None
+    """The run folder; null makes a new one under `runs/`."""
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Config:
+        problems = [problem for wrong, problem in self._problems() if wrong]
+        if problems:
+            raise PydanticCustomError("together", "{problems}", {"problems": "\n".join(problems)})
+        return self
+
+    def _problems(self) -> Iterator[tuple[bool, str]]:
+        s = self.sampling
+        yield (
+            self.group_size < 2 and self.algorithm.baseline is not None,
+            f"group_size: {self.group_size}; a group of one has no baseline to beat: use 2 or more "
+            "(8 is a good start), or an algorithm with baseline: none, such as reinforce",
+        )
+        yield (
+            s.temperature == 0,
+            "sampling.temperature: 0; all completions of a group would be the same: use a value above 0, such as 1.0",
+        )
+        yield (
+            s.top_p < 1 or s.top_k > 0,
+            f"sampling.top_p: {s.top_p}, sampling.top_k: {s.top_k}; training scores the whole distribution, so the "
+            "sampled one must not be cut: use top_p: 1 and top_k: 0 (evaluation may cut)",
+        )
+        yield (
+            self.updates_per_step > self.prompts_per_step,
+            f"updates_per_step: {self.updates_per_step}; each update needs at least one group, and a step has "
+            f"prompts_per_step: {self.prompts_per_step}",
+        )
+        yield (
+            self.algorithm.critic is not None,
+            "algorithm.critic: the local engine trains no value head yet; set critic: none and "
+            "credit_over_time: return_to_go",
+        )
+
+    def resolve(self) -> Config:
+        """The same settings with everything that depends on others filled in."""
+        return replace(self, algorithm=self.algorithm.resolve(self.sampling.max_tokens))
+
+    def cautions(self) -> list[str]:
+        """What will run, but is rarely meant or has no effect."""
+        found = [text for applies, text in cautions(self.algorithm) if applies]
+        if self.algorithm.filter != "dynamic_sampling" and "sampling_rounds" in self.model_fields_set:
+            found.append("sampling_rounds has no effect without algorithm.filter: dynamic_sampling")
+        if self.evaluation.data is None and self.evaluation.every:
+            found.append("evaluation.every has no effect without evaluation.data")
+        return found
+
+    @classmethod
+    def parse(cls, tree: Mapping[str, Any]) -> Config:
+        """The settings of a tree of plain values.
+
+        Raises:
+            ConfigError: names every problem in the tree.
+        """
+        try:
+            return cls.model_validate(tree)
+        except ValidationError as error:
+            raise ConfigError("\n".join(dict.fromkeys(_explain(detail) for detail in error.errors()))) from None
+
+    @classmethod
+    def load(cls, path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+        """The settings of a YAML file, with `dotted.key=value` overrides on top.
+
+        Raises:
+            ConfigError: the file is not there or is no YAML mapping, or a setting in it is wrong.
+        """
+        tree = read_yaml(Path(path)) if path is not None else {}
+        for override in overrides:
+            apply(tree, override)
+        return cls.parse(tree)
+
+    def to_yaml(self) -> str:
+        """The whole tree as YAML, defaults included; reads back equal."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+# YAML and overrides --------------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which `1e-6` is a number, as in YAML 1.2."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
+    list("-+0123456789."),
+)
+
+
+def read_yaml(path: Path) -> Tree:
+    """The mapping in a YAML file.
+
+    Raises:
+        ConfigError: there is no such file, or it does not hold a mapping.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such run file; write one, or give settings as --model DIR --data FILE key=value")
+    try:
+        tree = yaml.load(path.read_text(), _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: holds {type(tree).__name__}; a run file is a mapping of settings, as in model: DIR")
+    return cast(Tree, tree)
+
+
+def apply(tree: Tree, override: str) -> None:
+    """Set `dotted.key=value` in a tree; the value is read as YAML.
+
+    Raises:
+        ConfigError: there is no `=`, or the key leads through a value that holds no settings.
+    """
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{override}: not a setting; write dotted.key=value, such as optimizer.learning_rate=1e-5")
+    place: Any = tree
+    *parents, last = key.split(".")
+    for name in parents:
+        place = _step_into(place, name, key)
+    value = yaml.load(text, _Loader)
+    if isinstance(place, list):
+        place[_index(cast(list[Any], place), last, key)] = value
+    else:
+        place[last] = value
+
+
+def _step_into(place: Any, name: str, key: str) -> Any:
+    index: Any = _index(cast(list[Any], place), name, key) if isinstance(place, list) else name
+    below = place[index] if isinstance(place, list) else place.get(index)
+    if isinstance(below, str) and name == "algorithm":
+        below = {"preset": below}
+    if isinstance(below, str):
+        below = {"type": below}
+    if below is None:
+        below = {}
+    if not isinstance(below, dict | list):
+        raise ConfigError(f"{key}: {name} is {below!r} and holds no settings")
+    place[index] = below
+    return cast(Any, below)
+
+
+def _index(place: list[Any], name: str, key: str) -> int:
+    if not name.isdigit() or int(name) >= len(place):
+        raise ConfigError(f"{key}: {name} is not a place in a list of {len(place)}; use 0 to {len(place) - 1}")
+    return int(name)
+
+
+# Errors in words -----------------------------------------------------------------------------------------------------
+
+
+def _explain(detail: ErrorDetails) -> str:
+    path, owner = _locate(detail["loc"])
+    value, message = detail["input"], detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "extra_forbidden":
+        name = str(detail["loc"][-1])
+        known = list(owner.model_fields) if owner else []
+        return f"{path}: no such setting{did_you_mean(name, known)}; accepted: {', '.join(known)}"
+    if detail["type"] == "missing":
+        return f"{path}: missing; {_description(owner, str(detail['loc'][-1]))}"
+    if detail["type"] == "together" or not path:
+        return message
+    shown = "" if isinstance(value, Slot | Mapping) else f" {value!r};"
+    return f"{path}:{shown} {message[:1].lower()}{message[1:]}"
+
+
+def _description(owner: type[Slot] | None, name: str) -> str:
+    field = owner.model_fields.get(name) if owner else None
+    return f"set {name}: {field.description}" if field and field.description else f"set {name}"
+
+
+def _locate(loc: tuple[int | str, ...]) -> tuple[str, type[Slot] | None]:
+    """The dotted path of an error without pydantic's own steps, and the slot that owns its last name."""
+    path, owner, members = "", cast("type[Slot] | None", Config), cast("OneOf | None", None)
+    for item in loc:
+        if members is not None and item in members.members:
+            # Pydantic names the member that was taken; the path that the user wrote does not.
+            owner, members = members.members[str(item)], None
+            continue
+        path += f"[{item}]" if isinstance(item, int) else f"{'.' if path else ''}{item}"
+        field = owner.model_fields.get(str(item)) if owner is not None and isinstance(item, str) else None
+        if field is None:
+            continue
+        members = next((note for note in field.metadata if isinstance(note, OneOf)), None)
+        below = _slot_in(field.annotation)
+        owner = below if below is not None or members is not None else owner
+    return path, owner
+
+
+def _slot_in(annotation: Any) -> type[Slot] | None:
+    """The slot class inside `Slot`, `Slot | None`, `tuple[Slot, ...]`, ..."""
+    if isinstance(annotation, type) and issubclass(annotation, Slot):
+        return annotation
+    return next((found for found in map(_slot_in, get_args(annotation)) if found), None)
+
+
+# Reference -----------------------------------------------------------------------------------------------------------
+
+
+def reference(slot: type[Slot] = Config, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """(dotted path, default, what it does) of each setting; a member of a family is `path[member]`."""
+    for name, field in slot.model_fields.items():
+        below = _slot_in(field.annotation)
+        path = f"{prefix}{name}"
+        text = " ".join((field.description or "").split())
+        if name == "type":
+            continue
+        yield path, "required" if field.is_required() else _short(field.get_default()), text
+        if below is not None:
+            yield from reference(below, f"{path}.")
+        for member, choice in members_of(field.metadata).items():
+            yield f"{path}[{member}]", "", " ".join((choice.__doc__ or "").split("\n\n")[0].split())
+            yield from reference(choice, f"{path}[{member}].")
+
+
+def members_of(metadata: Sequence[Any]) -> dict[str, type[Slot]]:
+    """The slots that a field annotated with `OneOf` chooses from."""
+    return next((note.members for note in metadata if isinstance(note, OneOf)), {})
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Slot):
+        return str(getattr(value, "type", ""))
+    return yaml.safe_dump(value).split("\n")[0]

@@ -1,0 +1,336 @@
+"""Load a causal language model and score tokens with it, without ever holding the logits of a whole batch.
+
+Shapes: B rows, T tokens of the longest row, V vocabulary, D hidden size, N scored tokens.  Rows are right-padded.
+Under causal attention no token sees what comes after it, so right-padding needs neither an attention mask nor
+position ids: both keep their defaults, which also keeps the fast causal attention kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers import logging as transformers_logging
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from groupwise.errors import ModelError
+
+LOGITS_PER_CHUNK = 2**24
+"""Most logits that exist at one time while scoring (64 MiB in float32)."""
+
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
+
+
+def load_model(
+    path: str | Path, *, dtype: torch.dtype, device: str | torch.device, gradient_checkpointing: bool = False
+) -> PreTrainedModel:
+    """A causal language model from a Hugging Face folder or hub id, without dropout.
+
+    Args:
+        path: a folder that `save_pretrained` wrote, or the id of a model on the Hugging Face hub.
+        dtype: of the weights and the activations.
+        device: where the weights are put.
+        gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
+
+    Raises:
+        ModelError: there is no such model, a part of it is missing, or it does not predict the next token.
+    """
+    config = _load_config(path)
+    transformers_logging.disable_progress_bar()  # one bar per weight file says nothing that a user waits for
+    # SDPA cannot cap attention logits (Gemma 2); transformers picks it all the same and fails in the forward pass.
+    capped = getattr(_text(config), "attn_logit_softcapping", None) is not None
+    try:
+        model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
+            _where(path),
+            config=config,
+            dtype=dtype,
+            attn_implementation="eager" if capped else None,  # None is SDPA where the architecture has it
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: the model cannot be loaded: {error}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(
+            f"{path}: the weights lack {', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}; "
+            "they would start at random; save the model again with save_pretrained"
+        )
+    _disable_dropout(model)
+    if gradient_checkpointing:
+        # The name that transformers 5.23 deprecates is the only one that its earlier versions know.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    return model.to(device)
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the model at `path`.
+
+    Raises:
+        ModelError: there is none, or it cannot be read.
+    """
+    _require_folder(path)
+    try:
+        return AutoTokenizer.from_pretrained(_where(path))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{path}: the tokenizer cannot be loaded: {error}; save one beside the model with tokenizer.save_pretrained"
+        ) from error
+
+
+def save_model(base: str | Path, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Write a folder that `load_model` reads: these weights with the config and the tokenizer of `base`.
+
+    Raises:
+        ModelError: `base` cannot be read.
+    """
+    tensors = dict(weights)
+    config, tokenizer = _load_config(base), load_tokenizer(base)
+    config.dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    with contextlib.suppress(OSError):  # not every model has a generation config
+        GenerationConfig.from_pretrained(_where(base)).save_pretrained(folder)
+    save_torch_state_dict(tensors, folder)
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token id that ends a completion, ascending: those of the generation config, the config and the tokenizer.
+
+    Raises:
+        ModelError: nothing names one.
+    """
+    places = (model.generation_config, model.config, tokenizer)
+    found = [getattr(place, "eos_token_id", None) for place in places]
+    ids = {int(token) for ids in found if ids is not None for token in (ids if isinstance(ids, list) else [ids])}
+    if not ids:
+        raise ModelError(
+            f"{model.config.name_or_path}: no end-of-sequence token in generation_config.json, config.json or the "
+            "tokenizer, so completions would never end; set eos_token_id in one of them"
+        )
+    return tuple(sorted(ids))
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """Most tokens the model can attend to, or None when its config does not say."""
+    config = _text(model.config)
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+
+
+def check_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer that can produce a token for which the model has no embedding.
+
+    Raises:
+        ModelError: the tokenizer has more tokens than the model.
+    """
+    tokens, rows = len(tokenizer), _vocabulary(model)
+    if tokens > rows:
+        raise ModelError(
+            f"{model.config.name_or_path}: the tokenizer has {tokens} tokens but the model embeds only {rows}; "
+            "call model.resize_token_embeddings(len(tokenizer)) and save it, or use the model's own tokenizer"
+        )
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel) -> None:
+    """Refuse a model that we would score wrongly: an unknown logit transformation, or attention that is not causal.
+
+    Raises:
+        ModelError: `logits` differs from what the model itself computes, or a later token changes an earlier logit.
+    """
+    name = f"{model.config.name_or_path or 'the model'} ({type(model).__name__})"
+    tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=model.device) % _vocabulary(model)
+    theirs = model(input_ids=tokens, use_cache=False).logits
+    ours = logits(model, hidden_states(model, tokens))
+    tolerance = 16 * torch.finfo(theirs.dtype).eps * max(1.0, theirs.abs().max().item())
+    if theirs.shape != ours.shape or (ours - theirs).abs().max() > tolerance:
+        raise ModelError(f"{name} transforms its logits in a way that is not supported; please report the architecture")
+    if (theirs[0, :3] - theirs[1, :3]).abs().max() > tolerance:
+        raise ModelError(f"{name} is not a causal language model: a token changes the prediction of those before it")
+
+
+def hidden_states(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """float[B, T, D]: what the head turns into logits, from int64[B, T] right-padded tokens."""
+    with _checkpointing_mode(model):
+        return cast(Any, model).get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
+
+
+def logits(model: PreTrainedModel, hidden: Tensor, temperature: float = 1.0) -> Tensor:
+    """float[..., V]: logits divided by temperature, from float[..., D]; at least float32.
+
+    The sampler and the scorer share this function, so that they agree about every distribution.
+    """
+    config = _text(model.config)
+    values = cast(nn.Module, model.get_output_embeddings())(hidden)
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
+        values = values * scale
+    if (scale := getattr(config, "logits_scaling", None)) is not None:  # Granite
+        values = values / scale
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
+        values = torch.tanh(values / cap) * cap
+    return values if temperature == 1.0 else values / temperature
+
+
+def entropy_of(logprobs: Tensor, probs: Tensor) -> Tensor:
+    """float[...]: entropy in nats, from float[..., V] log-probabilities (-inf is allowed) and probabilities."""
+    return -(probs * logprobs.clamp_min(torch.finfo(logprobs.dtype).min)).sum(-1)
+
+
+def token_logprobs(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    lengths: Tensor,
+    mask: Tensor,
+    temperature: float,
+    entropy: bool,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each masked token given those before it, and the entropy of its distribution.
+
+    Only masked positions go through the head, a chunk at a time; when there are several chunks, the logits of each
+    are computed again in the backward pass instead of being kept.
+
+    Args:
+        tokens: int64[B, T], right-padded.
+        lengths: int64[B]; columns beyond the longest row are not computed.
+        mask: bool[B, T]: which tokens to score; False in column 0, before which there is nothing.
+        temperature: the logits are divided by it; above 0.
+        entropy: compute entropies; otherwise they are 0.
+
+    Returns:
+        Log-probabilities and entropies in nats, float[B, T] each, aligned with `tokens`, 0 where `mask` is False;
+        float64 for a float64 model, otherwise float32.
+    """
+    zeros = torch.zeros(tokens.shape, dtype=torch.promote_types(model.dtype, torch.float32), device=tokens.device)
+    if not mask.any():
+        return zeros, zeros.clone()
+    assert not mask[:, 0].any(), "the first token has no log-probability"
+    width = int(lengths.max())
+    hidden = hidden_states(model, tokens[:, :width])[:, :-1][mask[:, 1:width]]
+    targets = tokens[mask]
+    options = (temperature, entropy)
+    rows = max(1, LOGITS_PER_CHUNK // _vocabulary(model))
+    score = _score if len(targets) <= rows or not torch.is_grad_enabled() else _score_again_in_backward
+    chunks = [score(model, h, t, *options) for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)]
+    logprobs, entropies = (torch.cat(part) for part in zip(*chunks, strict=True))
+    return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropies)
+
+
+def _score(
+    model: PreTrainedModel, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """float[N] each, from float[N, D] and int64[N]."""
+    logprobs = torch.log_softmax(logits(model, hidden, temperature), dim=-1)
+    chosen = logprobs.gather(-1, targets[:, None]).squeeze(-1)
+    if not entropy:
+        return chosen, torch.zeros_like(chosen)
+    return chosen, entropy_of(logprobs, logprobs.exp())
+
+
+def _score_again_in_backward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    # There is no dropout, so the random state need not be restored for the second computation.
+    return cast(Any, checkpoint)(_score, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
+def _disable_dropout(model: PreTrainedModel) -> None:
+    """Make dropout impossible, in sampling, scoring and training alike.
+
+    With dropout in training (GPT-2 has it by default, and TRL trains with it) the ratio of the policy to itself is
+    not 1.  Evaluation mode would be enough, but transformers checkpoints gradients only in training mode.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    model.eval()
+
+
+@contextlib.contextmanager
+def _checkpointing_mode(model: PreTrainedModel) -> Generator[None]:
+    """Training mode for as long as transformers has to see it in order to checkpoint gradients."""
+    needed = torch.is_grad_enabled() and getattr(cast(Any, model).get_decoder(), "gradient_checkpointing", False)
+    if needed:
+        model.train()
+    try:
+        yield
+    finally:
+        if needed:
+            model.eval()
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    """How many tokens the model embeds and predicts; may be more than its tokenizer has."""
+    return cast(Any, model.get_input_embeddings()).weight.shape[0]
+
+
+def _text(config: Any) -> Any:
+    """The part of a config that speaks about the language model."""
+    return config.get_text_config()
+
+
+def _where(path: str | Path) -> str:
+    return str(Path(path).expanduser()) if _is_path(path) else str(path)
+
+
+def _is_path(path: str | Path) -> bool:
+    """Whether it is a folder, or is spelled like one and can be no hub id (`name` or `owner/name`)."""
+    text = str(path)
+    return isinstance(path, Path) or Path(text).is_dir() or text.startswith((".", "~", "/")) or text.count("/") > 1
+
+
+def _require_folder(path: str | Path) -> None:
+    if _is_path(path) and not Path(path).expanduser().is_dir():
+        raise ModelError(
+            f"{path}: looked for a folder {Path(path).expanduser().absolute()}, but there is no such folder; "
+            "give a folder that save_pretrained wrote, or a hub id such as Qwen/Qwen3-0.6B"
+        )
+
+
+def _load_config(path: str | Path) -> Any:
+    _require_folder(path)
+    if _is_path(path):
+        folder = Path(path).expanduser()
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{path}: the folder has no config.json; write one with model.save_pretrained")
+        if not any(file for pattern in WEIGHT_FILES for file in folder.glob(pattern)):
+            raise ModelError(
+                f"{path}: the folder has a config.json but no weights (model.safetensors or pytorch_model.bin); "
+                "write them with model.save_pretrained"
+            )
+    try:
+        config = AutoConfig.from_pretrained(_where(path))
+    except (OSError, ValueError) as error:
+        looked = "" if _is_path(path) else f"looked for a folder {Path(path).absolute()}, no such folder; as a hub id "
+        raise ModelError(
+            f"{path}: {looked}it cannot be read: {error}; give a folder that save_pretrained wrote, or the id of a "
+            "model on huggingface.co that this machine can reach"
+        ) from error
+    _require_causal(path, config)
+    return config
+
+
+def _require_causal(path: str | Path, config: Any) -> None:
+    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    stored = config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)]
+    if getattr(config, "is_encoder_decoder", False) or not known.intersection(stored):
+        kind = "an encoder-decoder" if getattr(config, "is_encoder_decoder", False) else "no causal language model"
+        raise ModelError(
+            f"{path}: {', '.join(stored)} is {kind}; only models that predict the next token can be trained here, "
+            "those that AutoModelForCausalLM loads"
+        )
