@@ -16,7 +16,21 @@ from torch import Tensor
 
 from groupwise.advantages import Gae, GroupMean, GroupStd, LeaveOneOut, SoftOverlong, group_is_flat, normalise
 from groupwise.algorithms import Algorithm, cautions
-from groupwise.losses import KL, Cispo, Clip, Dppo, Gmpo, LossInputs, Reinforce, Sapo, Topr, Unclipped, ValueLoss, Vespo
+from groupwise.losses import (
+    KL,
+    Cispo,
+    Clip,
+    Dppo,
+    EntropyBonus,
+    Gmpo,
+    LossInputs,
+    Reinforce,
+    Sapo,
+    Topr,
+    Unclipped,
+    ValueLoss,
+    Vespo,
+)
 from groupwise.presets import DAPO, GRPO, GSPO, PRESETS
 from groupwise.records import Batch, Rollout, collate
 from groupwise.slots import replace
@@ -197,7 +211,7 @@ def test_leaving_out_dead_rows_is_exact() -> None:
     np.testing.assert_allclose(one[1], other[1], **EXACT)
 
 
-@pytest.mark.parametrize("algorithm", [GRPO, replace(Algorithm(), entropy_coef=0.01)], ids=["kl", "entropy"])
+@pytest.mark.parametrize("algorithm", [GRPO, Algorithm(entropy=EntropyBonus(coef=0.01))], ids=["kl", "entropy"])
 def test_rows_that_a_penalty_acts_on_are_not_dead(algorithm: Algorithm) -> None:
     assert sum(len(batch) for batch in batches_of(algorithm, some_rollouts())) == 11
 
@@ -329,7 +343,7 @@ def test_no_rollouts_have_no_flat_groups() -> None:
 def test_soft_overlong_is_the_papers_table() -> None:
     lengths = np.array([0.0, 5, 6, 7, 8, 10, 11, 50])
     shaping = SoftOverlong(limit=10, cache_fraction=0.4)
-    penalty = shaping(np.zeros(8), np.zeros(8, dtype=np.int64), lengths)
+    penalty = shaping(np.zeros(8), np.zeros(8, dtype=np.int64), lengths, lengths >= 10)
     np.testing.assert_allclose(penalty, [0, 0, 0, -0.25, -0.5, -1, -1, -1])
 
 
@@ -362,9 +376,9 @@ def test_what_is_rarely_meant_is_said() -> None:
 
 def test_only_what_a_slot_reads_is_computed() -> None:
     assert Algorithm().needs(1) == set()
-    assert Algorithm().needs(2) == {"old"}
-    assert GRPO.needs(1) == {"ref"}
-    assert PRESETS["rloo"].needs(1) == {"old", "ref"}
+    assert Algorithm().needs(2) == {"old_logprobs"}
+    assert GRPO.needs(1) == {"ref_logprobs"}
+    assert PRESETS["rloo"].needs(1) == {"old_logprobs", "ref_logprobs"}
 
 
 def test_an_algorithm_is_a_value_that_code_can_extend() -> None:

@@ -18,7 +18,8 @@ FLOORS = (
     {"errors", "records", "seeding", "slots"},
     {"advantages", "weights", "losses", "model", "decoding", "packing"},
     {"algorithms", "presets", "chat", "engines"},
-    {"rollout", "tasks", "rewards"} | {f"engines.{name}" for name in ("local", "fake", "vllm", "fsdp", "ray")},
+    {"rollout", "tasks", "rewards"}
+    | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
     {"train", "evaluate", "checkpoint", "report", "log", "config"},
     {"cli", "quickstart", "arithmetic"},
 )
@@ -29,6 +30,8 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "slots": {"errors"},
     "weights": {"losses"},
     "decoding": {"model"},
+    "engines.critic": {"engines.steps"},
+    "engines.local": {"engines.steps", "engines.critic"},
     "packing": {"model"},
     "presets": {"algorithms"},
     "tasks": {"rewards"},
@@ -103,7 +106,7 @@ def allowed(module: str, other: str) -> bool:
     if other in SURFACE:
         return False
     if module.startswith("engines."):
-        return other in ENGINES_MAY_IMPORT
+        return other in ENGINES_MAY_IMPORT or other in NEIGHBOURS.get(module, ())
     here, there = place(module), place(other)
     return floor(there) < floor(here) or here == there == "rewards" or there in NEIGHBOURS.get(here, ())
 

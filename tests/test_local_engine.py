@@ -14,7 +14,8 @@ from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCau
 
 from groupwise.decoding import draw
 from groupwise.engines import Completion, Learner, LossFn, Optimizer, Request, Sampler, Sampling
-from groupwise.engines.local import LocalLearner, LocalSampler, local_engine, microbatches, schedule
+from groupwise.engines.local import LocalLearner, LocalSampler, local_engine
+from groupwise.engines.steps import microbatches, schedule
 from groupwise.errors import CheckpointError, GroupwiseError, ModelError
 from groupwise.records import Batch, Rollout, collate
 from groupwise.seeding import key
@@ -433,7 +434,7 @@ class TestLearner:
         learner = learner_of(tiny_model("llama"))
         with pytest.raises(CheckpointError, match=r"not a complete checkpoint"):
             learner.restore(tmp_path)
-        for name in ("model.safetensors", "optimizer.pt", "learner.json"):
+        for name in ("model.safetensors", "optimizer.pt", "updates.json"):
             learner.save(tmp_path)
             (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:5])
             with pytest.raises(CheckpointError, match=r"not a complete checkpoint"):

@@ -21,8 +21,9 @@ Array = NDArray[np.float64]
 Groups = NDArray[np.integer[Any]]
 Statistic = Callable[[Array, Groups, Array], Array]
 """(rewards[N], groups[N], completion lengths in tokens[N]) -> one number for each of the N."""
-Shaping = Callable[[Array, Groups, Array], Array]
-"""(rewards[N], groups[N], lengths[N]) -> what is added to each reward."""
+Bools = NDArray[np.bool_]
+Shaping = Callable[[Array, Groups, Array, Bools], Array]
+"""(rewards[N], groups[N], lengths[N], truncated[N]) -> what is added to each reward."""
 Credit = Callable[[Array, Array], tuple[Array, Array]]
 """(rewards of the tokens[n], critic values[n]) -> (advantages[n], returns[n]) of one completion of n tokens."""
 
@@ -59,6 +60,15 @@ class GroupMean(Slot):
 
     def __call__(self, rewards: Array, groups: Groups, lengths: Array) -> Array:
         return group_sum(rewards, groups) / group_size(groups)
+
+
+class BatchMean(Slot):
+    """The mean of all rewards of the step (REINFORCE with a batch baseline)."""
+
+    type: Literal["batch_mean"] = "batch_mean"
+
+    def __call__(self, rewards: Array, groups: Groups, lengths: Array) -> Array:
+        return np.full_like(rewards, rewards.mean() if len(rewards) else 0.0)
 
 
 class LeaveOneOut(Slot):
@@ -145,7 +155,7 @@ class SoftOverlong(Slot):
     limit: int | None = Field(default=None, ge=1)
     """Tokens; null takes `sampling.max_tokens`."""
 
-    def __call__(self, rewards: Array, groups: Groups, lengths: Array) -> Array:
+    def __call__(self, rewards: Array, groups: Groups, lengths: Array, truncated: Bools) -> Array:
         assert self.limit is not None, "Algorithm.resolve fills the limit"
         cache = self.cache_fraction * self.limit
         return np.clip((self.limit - cache - lengths) / cache, -1.0, 0.0)
@@ -159,7 +169,7 @@ class KimiLength(Slot):
     right_above: float = 0.5
     """An answer counts as right when its reward is greater than this."""
 
-    def __call__(self, rewards: Array, groups: Groups, lengths: Array) -> Array:
+    def __call__(self, rewards: Array, groups: Groups, lengths: Array, truncated: Bools) -> Array:
         longest, shortest = np.zeros_like(lengths), np.zeros_like(lengths)
         for group in np.unique(groups):
             members = groups == group
@@ -167,6 +177,58 @@ class KimiLength(Slot):
         spread = longest - shortest
         bonus = np.where(spread > 0, 0.5 - (lengths - shortest) / np.maximum(spread, 1), 0.0)
         return np.where(rewards > self.right_above, bonus, np.minimum(bonus, 0.0))
+
+
+class LinearLength(Slot):
+    """`-coef * length / limit`: every token costs the same."""
+
+    type: Literal["linear"] = "linear"
+    coef: float = Field(default=0.1, ge=0)
+    """What a completion of the longest length loses."""
+    limit: int | None = Field(default=None, ge=1)
+    """Tokens; null takes `sampling.max_tokens`."""
+
+    def __call__(self, rewards: Array, groups: Groups, lengths: Array, truncated: Bools) -> Array:
+        assert self.limit is not None, "Algorithm.resolve fills the limit"
+        return -self.coef * lengths / self.limit
+
+
+class CosineLength(Slot):
+    """The cosine reward (arXiv:2502.03373), in place of the reward: half a cosine over the length, from the value of an
+    answer without length to that of one as long as the limit, apart for right and wrong answers."""
+
+    type: Literal["cosine"] = "cosine"
+    right_short: float = 2.0
+    """A right answer of no length."""
+    right_long: float = 1.0
+    """A right answer of the longest length."""
+    wrong_short: float = -10.0
+    """A wrong answer of no length: it did not even try."""
+    wrong_long: float = 0.0
+    """A wrong answer of the longest length."""
+    right_above: float = 0.5
+    """An answer counts as right when its reward is greater than this."""
+    limit: int | None = Field(default=None, ge=1)
+    """Tokens; null takes `sampling.max_tokens`."""
+
+    def __call__(self, rewards: Array, groups: Groups, lengths: Array, truncated: Bools) -> Array:
+        assert self.limit is not None, "Algorithm.resolve fills the limit"
+        right = rewards > self.right_above
+        short = np.where(right, self.right_short, self.wrong_short)
+        long = np.where(right, self.right_long, self.wrong_long)
+        share = (1 + np.cos(np.pi * np.minimum(lengths / self.limit, 1.0))) / 2
+        return long + (short - long) * share - rewards
+
+
+class StopProperly(Slot):
+    """A truncated completion keeps only `coef` of its reward (ProRL v2)."""
+
+    type: Literal["stop_properly"] = "stop_properly"
+    coef: float = Field(default=0.0, ge=0, le=1)
+    """Share of the reward that is kept."""
+
+    def __call__(self, rewards: Array, groups: Groups, lengths: Array, truncated: Bools) -> Array:
+        return np.where(truncated, (self.coef - 1) * rewards, 0.0)
 
 
 # Normalisation -------------------------------------------------------------------------------------------------------

@@ -22,8 +22,10 @@ from torch import Tensor
 from groupwise import losses
 from groupwise.advantages import (
     Array,
+    BatchMean,
     BatchStd,
     BetaDensity,
+    CosineLength,
     Credit,
     Gae,
     GroupMean,
@@ -32,15 +34,17 @@ from groupwise.advantages import (
     KimiLength,
     LeaveOneOut,
     LengthWeightedMean,
+    LinearLength,
     ReturnToGo,
     Shaping,
     SoftOverlong,
     Statistic,
+    StopProperly,
     Whiten,
     group_is_flat,
     normalise,
 )
-from groupwise.losses import KL, LossInputs, RatioLevel, Surrogate, ValueLoss, clamp_log_ratio
+from groupwise.losses import KL, EntropyBonus, LossInputs, RatioLevel, Surrogate, ValueLoss, clamp_log_ratio
 from groupwise.records import Batch, Floats, Rollout, collate
 from groupwise.slots import OneOf, Slot, replace
 from groupwise.weights import (
@@ -59,7 +63,8 @@ from groupwise.weights import (
     TopEntropy,
 )
 
-Statistics = OneOf(GroupMean, LeaveOneOut, LengthWeightedMean, GroupStd, BatchStd, BetaDensity)
+Shapings = OneOf(SoftOverlong, KimiLength, LinearLength, CosineLength, StopProperly)
+Statistics = OneOf(GroupMean, BatchMean, LeaveOneOut, LengthWeightedMean, GroupStd, BatchStd, BetaDensity)
 Surrogates = OneOf(
     losses.Clip,
     losses.Reinforce,
@@ -77,7 +82,7 @@ Aggregates = OneOf(TokenMean, PromptMean, SequenceMean, SequenceSum, SequenceSum
 class Algorithm(Slot):
     """One point of the GRPO family; the defaults are group-normalised rewards, clip-higher, a token mean and no KL."""
 
-    shaping: Annotated[Shaping | None, OneOf(SoftOverlong, KimiLength)] = None
+    shaping: Annotated[Shaping | None, Shapings] = None
     """What a completion's length adds to its reward, before any statistic."""
     combine: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Where several reward functions meet: their weighted sum is normalised (GRPO), or each on its own (GDPO)."""
@@ -87,6 +92,11 @@ class Algorithm(Slot):
     """Subtracted from the reward."""
     scale: Annotated[Statistic | None, Statistics] = GroupStd()
     """The centred reward is divided by it."""
+    greedy_baseline: bool = False
+    """Subtract, before anything else, the reward of the greedy completion of the same prompt (ReMax); it is sampled for
+    this."""
+    reward_clip: Annotated[float, Field(gt=0)] | None = None
+    """Normalised rewards are clipped to +- this."""
     credit_over_time: Annotated[Credit, OneOf(ReturnToGo, Gae)] = ReturnToGo()
     """Rewards along a completion to the advantage of each token."""
     whiten: Whiten | None = None
@@ -113,8 +123,8 @@ class Algorithm(Slot):
     """Weight of a token that the learner's policy would not have sampled with the same probability."""
     kl: KL | None = None
     """Penalty for leaving a reference policy."""
-    entropy_coef: float = 0.0
-    """eta: bonus for the entropy of the policy."""
+    entropy: EntropyBonus | None = None
+    """Bonus for a policy that stays undecided."""
     aggregate: Annotated[Aggregate, Aggregates] = TokenMean()
     """How much each token counts."""
     critic: ValueLoss | None = None
@@ -127,21 +137,29 @@ class Algorithm(Slot):
                 raise ValueError(reason)
         return self
 
-    def needs(self, updates_per_step: int) -> set[Literal["old", "ref"]]:
-        """Which log-probs have to be computed before the updates of a step."""
+    def needs(self, updates_per_step: int) -> set[str]:
+        """Which fields of a rollout have to be computed before the updates of a step."""
         # With a single update per step the old policy is the current one, and costs no pass of its own.
         old = updates_per_step > 1 or self._kl_in_reward
         ref = self.kl is not None and self.kl.to == "ref" and self.kl.coef > 0
-        return {*(["old"] if old else []), *(["ref"] if ref else [])}
+        wanted = {"old_logprobs": old, "ref_logprobs": ref, "values": self.critic is not None}
+        return {name for name, needed in wanted.items() if needed}
 
     def resolve(self, max_tokens: int) -> Algorithm:
         """The same algorithm with every length that was left open set to `max_tokens`."""
         changes: dict[str, Slot] = {}
         if isinstance(self.aggregate, SequenceSumNorm) and self.aggregate.length is None:
             changes["aggregate"] = replace(self.aggregate, length=max_tokens)
-        if isinstance(self.shaping, SoftOverlong) and self.shaping.limit is None:
+        if isinstance(self.shaping, SoftOverlong | LinearLength | CosineLength) and self.shaping.limit is None:
             changes["shaping"] = replace(self.shaping, limit=max_tokens)
         return replace(self, **changes) if changes else self
+
+    def adapt(self, rollouts: Sequence[Rollout]) -> Algorithm:
+        """The algorithm for a step with these rollouts: coefficients that follow a target have moved."""
+        if self.entropy is None or self.entropy.target is None:
+            return self
+        entropies = [_loss_tokens(r, r.entropies) for r in rollouts if r.entropies is not None]
+        return replace(self, entropy=self.entropy.after_seeing(float(np.concatenate(entropies).mean())))
 
     # Rewards to advantages -------------------------------------------------------------------------------------------
 
@@ -171,19 +189,22 @@ class Algorithm(Slot):
         if self.supervision == "process":
             steps = [(i, _place(r, end), reward) for i, r in enumerate(rollouts) for end, reward in r.step_rewards]
         else:
-            steps = [(i, -1, rollout.reward) for i, rollout in enumerate(rollouts)]
+            steps = [(i, -1, rollout.reward - rollout.greedy_reward) for i, rollout in enumerate(rollouts)]
         owners, places = [owner for owner, _, _ in steps], [place for _, place, _ in steps]
         groups = np.array([rollouts[owner].group for owner in owners], dtype=np.int64)
         lengths = np.array([rollouts[owner].num_completion_tokens for owner in owners], dtype=np.float64)
         rewards = np.array([reward for _, _, reward in steps], dtype=np.float64)
         if self.shaping is not None:
-            rewards = rewards + self.shaping(rewards, groups, lengths)
+            truncated = np.array([rollouts[owner].truncated for owner in owners], dtype=np.bool_)
+            rewards = rewards + self.shaping(rewards, groups, lengths, truncated)
         if self.kl is not None and self.kl.placement == "reward_sequence":
             rewards = rewards - self.kl.coef * np.array([sampled_kl(rollout).sum() for rollout in rollouts])
         if self.combine == "normalize_then_sum":
             values = self._sum_of_normalised(rollouts, groups, lengths)
         else:
             values = normalise(rewards, groups, lengths, self.baseline, self.scale)
+        if self.reward_clip is not None:
+            values = np.clip(values, -self.reward_clip, self.reward_clip)
         if self.whiten is not None and self.whiten.level == "sample":
             values = self.whiten(values)
         return owners, places, values
@@ -250,7 +271,7 @@ class Algorithm(Slot):
         return dataclasses.replace(batch, weights=self.aggregate(mask, batch.groups), selection=selection)
 
     def _without_dead_rows(self, batch: Batch) -> Batch:
-        if self.entropy_coef or self.critic is not None or (self.kl is not None and self.kl.placement == "loss"):
+        if self.entropy or self.critic or (self.kl is not None and self.kl.placement == "loss"):
             return batch
         alive = (batch.advantages != 0).any(-1)
         return batch if bool(alive.all()) else batch.rows(alive.nonzero().squeeze(-1))
@@ -271,8 +292,8 @@ class Algorithm(Slot):
         if self.kl is not None and self.kl.placement == "loss":
             diagnostics["kl"] = self.kl(x)
             loss = loss + self.kl.coef * diagnostics["kl"]
-        if self.entropy_coef:
-            loss = loss - self.entropy_coef * x.entropy
+        if self.entropy is not None and self.entropy.acting:
+            loss = loss - self.entropy.coef * x.entropy
         diagnostics["approx_kl"] = losses.k3(clamp_log_ratio(x.old - x.logprobs))
         diagnostics["sampler_mismatch"] = (x.old - x.rollout).abs()
         tokens = x.mask.sum()
@@ -378,8 +399,12 @@ def refusals(a: Algorithm) -> Iterator[tuple[bool, str]]:
         "credit_over_time gae needs the values of a critic, and a critic is of no use without gae; set both or neither",
     )
     yield (
-        a.critic is not None and a.baseline is not None,
-        "a critic is the baseline; set baseline: none",
+        a.critic is not None and (a.baseline is not None or a.greedy_baseline),
+        "a critic is the baseline; set baseline: none and greedy_baseline: false",
+    )
+    yield (
+        a.greedy_baseline and (process or a.combine == "normalize_then_sum"),
+        "greedy_baseline is the reward of a whole completion; use supervision: outcome and combine: sum_then_normalize",
     )
     yield (
         a.combine == "normalize_then_sum" and (process or a.shaping is not None or kl_per_sequence),

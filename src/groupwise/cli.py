@@ -6,7 +6,9 @@ Exit codes: 0 done; 2 the input is wrong (one message on standard error); 1 anyt
 from __future__ import annotations
 
 import json
+import math
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -15,8 +17,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from groupwise.checkpoint import newest
 from groupwise.config import Config, Engine, apply, read_yaml, reference
-from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.errors import CheckpointError, ConfigError, GroupwiseError
 from groupwise.presets import PRESETS
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -87,6 +90,7 @@ def train(
     if resume is not None:
         if any((settings, model, data, algorithm, reward)):
             raise ConfigError("--resume: continues with the settings of the run; pass no others")
+        newest(resume)
         config = Config.load(resume / "config.yaml")
     else:
         config = read_config(settings, model=model, data=data, algorithm=algorithm, rewards=reward)
@@ -125,9 +129,14 @@ def evaluate_model(
     sampling = config.sampling.model_copy(update={"temperature": config.evaluation.temperature})
     scores = evaluate(parts.task, parts.sampler, parts.chat, sampling=sampling, samples=samples, seed=config.seed)
     low, high = scores.interval
+    problems = [rollout.problem for rollout in scores.rollouts if not rollout.valid]
+    if problems:
+        text = f"warning: {len(problems)} of {len(scores.rollouts)} completions have no reward and count as 0: "
+        _console(quiet).print(text + problems[0], style="yellow", highlight=False, markup=False, soft_wrap=True)
     if as_json:
-        result: dict[str, Any] = {"headline": scores.headline, "interval": [low, high], "prompts": scores.prompts}
-        result |= {f"mean/{name}": mean for name, mean in scores.means.items()}
+        result: dict[str, Any] = {"headline": scores.headline, "interval": [_finite(low), _finite(high)]}
+        result |= {"prompts": scores.prompts, "completion_length": scores.completion_length}
+        result |= {f"mean/{name}": _finite(mean) for name, mean in scores.means.items()}
         result |= {f"pass@{k}": value for k, value in scores.pass_at.items()}
         print(json.dumps(result))
         return
@@ -161,6 +170,8 @@ def sample(
         prompt=chat.prompt(prompt if messages else [{"role": "user", "content": prompt}]),
         keys=tuple(key(seed, "sample", i) for i in range(count)),
     )
+    if not len(request.prompt):
+        raise ConfigError(f"PROMPT: {prompt!r} has no tokens to continue; write a prompt")
     completions = sampler.sample([request], Sampling(max_tokens=max_tokens, temperature=temperature))[0]
     for completion in completions:
         print(chat.text(completion.tokens))
@@ -209,9 +220,24 @@ def version() -> None:
 
 
 def _model_of(path: str) -> str:
-    """The model of a run folder, or the path itself."""
+    """The model of a run folder, or the path itself.
+
+    Raises:
+        CheckpointError: it is the folder of a run that has not ended.
+    """
+    if not (Path(path) / "config.yaml").is_file():
+        return path
     trained = Path(path) / "model"
-    return str(trained) if (Path(path) / "config.yaml").is_file() and trained.is_dir() else path
+    if not trained.is_dir():
+        raise CheckpointError(
+            f"{path}: a run without a trained model; finish it with `groupwise train --resume {path}`, or name a model"
+        )
+    return str(trained)
+
+
+def _finite(value: float) -> float | None:
+    """What JSON can spell."""
+    return value if math.isfinite(value) else None
 
 
 def main() -> None:
@@ -220,7 +246,7 @@ def main() -> None:
         app()
     except GroupwiseError as error:
         if "--traceback" in sys.argv:
-            raise
+            traceback.print_exc()
         print(f"groupwise: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -144,6 +144,8 @@ class Config(Slot):
     """How completions are drawn in training."""
     optimizer: Optimizer = Optimizer()
     """How the policy takes a step."""
+    critic_optimizer: Optimizer = Optimizer(learning_rate=1e-5)
+    """How the critic takes a step, where the algorithm has one (PPO)."""
     engine: Engine = Engine()
     """What computes, and how much at once."""
     evaluation: Evaluation = Evaluation()
@@ -185,11 +187,6 @@ class Config(Slot):
             f"updates_per_step: {self.updates_per_step}; each update needs at least one group, and a step has "
             f"prompts_per_step: {self.prompts_per_step}",
         )
-        yield (
-            self.algorithm.critic is not None,
-            "algorithm.critic: the local engine trains no value head yet; set critic: none and "
-            "credit_over_time: return_to_go",
-        )
 
     def resolve(self) -> Config:
         """The same settings with everything that depends on others filled in."""
@@ -198,8 +195,12 @@ class Config(Slot):
     def cautions(self) -> list[str]:
         """What will run, but is rarely meant or has no effect."""
         found = [text for applies, text in cautions(self.algorithm) if applies]
-        if self.algorithm.filter != "dynamic_sampling" and "sampling_rounds" in self.model_fields_set:
+        # What a run wrote down has every setting, so that one was set does not yet mean that it was meant.
+        meant = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
+        if self.algorithm.filter != "dynamic_sampling" and "sampling_rounds" in meant:
             found.append("sampling_rounds has no effect without algorithm.filter: dynamic_sampling")
+        if self.algorithm.critic is None and "critic_optimizer" in meant:
+            found.append("critic_optimizer has no effect without algorithm.critic")
         if self.evaluation.data is None and self.evaluation.every:
             found.append("evaluation.every has no effect without evaluation.data")
         return found
@@ -256,7 +257,7 @@ def read_yaml(path: Path) -> Tree:
     if not path.is_file():
         raise ConfigError(f"{path}: no such run file; write one, or give settings as --model DIR --data FILE key=value")
     try:
-        tree = yaml.load(path.read_text(), _Loader)
+        tree = yaml.load(path.read_bytes(), _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(tree, dict):
@@ -268,7 +269,7 @@ def apply(tree: Tree, override: str) -> None:
     """Set `dotted.key=value` in a tree; the value is read as YAML.
 
     Raises:
-        ConfigError: there is no `=`, or the key leads through a value that holds no settings.
+        ConfigError: there is no `=`, the value is no YAML, or the key leads through a value that holds no settings.
     """
     key, equals, text = override.partition("=")
     if not equals or not key:
@@ -277,7 +278,12 @@ def apply(tree: Tree, override: str) -> None:
     *parents, last = key.split(".")
     for name in parents:
         place = _step_into(place, name, key)
-    value = yaml.load(text, _Loader)
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"{key}: {text!r} is not valid YAML: {error}; put text with special signs in quotes"
+        ) from error
     if isinstance(place, list):
         place[_index(cast(list[Any], place), last, key)] = value
     else:

@@ -82,10 +82,10 @@ class RunLog:
         """One line on the terminal, above the progress bar."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def warn(self, text: str) -> None:
-        """The same, once for each text and marked as a warning."""
-        if text not in self._warned:
-            self._warned.add(text)
+    def warn(self, text: str, kind: str = "") -> None:
+        """The same, marked as a warning and only once for each kind (by default the text itself)."""
+        if (kind or text) not in self._warned:
+            self._warned.add(kind or text)
             self.console.print(f"warning: {text}", style="yellow", highlight=False, markup=False, soft_wrap=True)
 
     def lap(self, phase: str) -> None:
@@ -95,14 +95,21 @@ class RunLog:
         self._lap_began = now
 
     def rewind(self, steps_done: int) -> None:
-        """Forget what was logged after `steps_done` steps, before a run continues from there."""
+        """Forget what was logged after `steps_done` steps, before a run continues from there.
+
+        The evaluation after the last step is forgotten, too: it follows the last checkpoint, so it is made again.
+        """
         path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= steps_done]
-        _write_whole(path, "".join(f"{line}\n" for line in kept).encode())
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        whole = [(line, json.loads(line)) for line in lines if line.endswith("\n")]  # the last may have been cut short
+        kept = [line for line, record in whole if record["step"] <= steps_done and not self._is_final(record)]
+        _write_whole(path, "".join(kept).encode())
         for file in self.folder.glob("rollouts/step-*.parquet"):
             if int(file.stem.removeprefix("step-")) > steps_done:
                 file.unlink()
+
+    def _is_final(self, record: Mapping[str, float]) -> bool:
+        return record["step"] == self.steps and any(name.startswith("eval/") for name in record)
 
     def check(self, rollouts: Sequence[Rollout]) -> None:
         """Say which rollouts have no trustworthy reward, and stop the run when they are too many.
@@ -111,8 +118,7 @@ class RunLog:
             RewardError: more than `max_invalid_fraction` of the rollouts are not valid.
         """
         problems = [rollout.problem for rollout in rollouts if not rollout.valid]
-        for problem in dict.fromkeys(problems):
-            self.warn(f"{problem}; such completions are left out of the statistics and of the loss")
+        self._warn_of(problems, "such completions are left out of the statistics and of the loss")
         fraction = len(problems) / max(len(rollouts), 1)
         if fraction > self._max_invalid:
             raise RewardError(
@@ -121,9 +127,13 @@ class RunLog:
                 "function, or raise max_invalid_fraction to train on the rest"
             )
 
+    def _warn_of(self, problems: Sequence[str], consequence: str) -> None:
+        for problem in problems:
+            # The words of an exception may differ from sample to sample; the reward and what it did are the kind.
+            self.warn(f"{problem}; {consequence}", kind=": ".join([*problem.split(": ")[:2], consequence]))
+
     def step(self, step: int, rollouts: Sequence[Rollout], updates: Sequence[Mapping[str, float]]) -> None:
         """Write the files of a step and show its line; `updates` are the metrics of its optimizer steps."""
-        self.lap("log")
         metrics = describe(rollouts, step)
         for name in dict.fromkeys(name for update in updates for name in update):
             metrics[name] = _mean([update[name] for update in updates if name in update])
@@ -142,11 +152,16 @@ class RunLog:
                 f"sampler and learner disagree on log-probs by {metrics['sampler_mismatch']:.3g} nats a token (step "
                 f"{step + 1}); use the same dtype for both, or algorithm.correction: importance"
             )
+        self.lap("log")  # known only now, so it is in the record of the next step
 
     def evaluation(self, steps_done: int, scores: Scores) -> None:
         """Write and show an evaluation after `steps_done` steps."""
         self._append({"step": steps_done, **{f"eval/{name}": mean for name, mean in scores.means.items()},
                       "eval/completion_length": scores.completion_length})  # fmt: skip
+        self._warn_of(
+            [rollout.problem for rollout in scores.rollouts if not rollout.valid],
+            "such completions count as 0 held-out",
+        )
         low, high = scores.interval
         self.say(
             f"held-out {self.headline} after {steps_done} steps: {scores.headline:.1%}  "
@@ -232,12 +247,17 @@ def new_folder(folder: Path) -> Path:
     """An empty run folder.
 
     Raises:
-        CheckpointError: there is a run in it already.
+        CheckpointError: there is a run in it already, or it cannot be made.
     """
     if (folder / "config.yaml").exists():
         raise CheckpointError(
             f"{folder}: holds a run already; continue it with `groupwise train --resume {folder}`, or choose another "
             "folder with output=DIR"
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: cannot be made a run folder: {error.strerror}; choose another with output=DIR"
+        ) from error
     return folder

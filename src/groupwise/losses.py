@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from groupwise.slots import Slot
+from groupwise.slots import Slot, replace
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-this before exp(): a ratio of 5e8 says all there is to say, and stays finite."""
@@ -301,6 +301,8 @@ class KL(Slot):
     """Add to the loss of a token, or subtract from its reward, or from the completion's reward."""
     to: Literal["ref", "old", "rollout"] = "ref"
     """The other policy: the reference model, the one before this step's updates, or the one that sampled."""
+    refresh_every: int = Field(default=0, ge=0)
+    """Steps after which the reference becomes the current policy (GRPO's iterations, DeepSeek-R1); 0: never."""
     level: Literal["token", "sequence"] = "token"
     """Apply the estimator to each token's log-ratio, or to the completion's (Kimi k1.5), shared out over its tokens."""
 
@@ -318,6 +320,34 @@ class KL(Slot):
         if self.estimator == "k3_is":
             return clamp_log_ratio(x.logprobs - x.old).exp() * k3(d)
         return {"k1": k1, "k2": k2, "k3": k3}[self.estimator](d)
+
+
+# Entropy -------------------------------------------------------------------------------------------------------------
+
+
+class EntropyBonus(Slot):
+    """`-eta H`: the entropy of the whole distribution, not of the sampled token, whose gradient is zero on average.
+
+    With a `target`, eta moves by `delta` a step towards it and acts only while the entropy is not above it
+    (Skywork-OR1, arXiv:2505.22312).
+    """
+
+    type: Literal["entropy"] = "entropy"
+    coef: NonNegative = 0.001
+    """eta; with a target, where it stands now."""
+    target: NonNegative | None = None
+    """Entropy to keep, in nats a token; null keeps eta constant."""
+    delta: NonNegative = 0.005
+    """How far eta moves in a step."""
+    acting: bool = True
+    """Whether it applies in this step; with a target, set anew in every step."""
+
+    def after_seeing(self, entropy: float) -> EntropyBonus:
+        """The bonus for a step whose rollouts have this mean entropy."""
+        if self.target is None:
+            return self
+        coef = max(self.coef + (self.delta if entropy < self.target else -self.delta), 0.0)
+        return replace(self, coef=coef, acting=entropy <= self.target)
 
 
 # The critic ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 from groupwise.advantages import (
     BatchStd,
     BetaDensity,
+    Gae,
     GroupMean,
     GroupStd,
     KimiLength,
@@ -17,7 +18,7 @@ from groupwise.advantages import (
     Whiten,
 )
 from groupwise.algorithms import Algorithm
-from groupwise.losses import KL, Cispo, Clip, Dppo, Gmpo, Reinforce, Sapo, Topr, Vespo
+from groupwise.losses import KL, Cispo, Clip, Dppo, Gmpo, Reinforce, Sapo, Topr, ValueLoss, Vespo
 from groupwise.slots import replace
 from groupwise.weights import (
     Decoupled,
@@ -83,6 +84,8 @@ INTELLECT2 = Algorithm(surrogate=Clip(dual=4.0))
 # REINFORCE with a better baseline ------------------------------------------------------------------------------------
 
 REINFORCE = Algorithm(baseline=None, scale=None, surrogate=Reinforce(), aggregate=SequenceSum())
+# kl.coef is not stated in the paper's table; 0.05 is PPO's.
+REMAX = replace(REINFORCE, greedy_baseline=True, kl=KL(coef=0.05, estimator="k1", placement="reward_token"))
 RLOO = replace(REINFORCE, baseline=LeaveOneOut(), kl=KL(coef=0.05, estimator="k1", placement="reward_sequence"))
 RLOO_TRL = replace(RLOO, ratio="sequence_product", surrogate=Clip(), aggregate=SequenceMean())
 # kl.coef is not stated in the paper; 0.01 is OpenRLHF's.
@@ -96,6 +99,15 @@ REINFORCE_PP = Algorithm(
 )
 REINFORCE_PP_BASELINE = Algorithm(
     scale=None, whiten=Whiten(level="token"), surrogate=Clip(), kl=KL(coef=0.01, estimator="k2")
+)
+PPO = Algorithm(
+    baseline=None,
+    scale=None,
+    credit_over_time=Gae(gamma=1.0, lam=0.95),
+    whiten=Whiten(level="token", ddof=1, eps=1e-8),
+    surrogate=Clip(),
+    kl=KL(coef=0.05, estimator="k1", placement="reward_token"),
+    critic=ValueLoss(coef=0.1, clip=0.2),
 )
 MAXRL = replace(REINFORCE, baseline=GroupMean(), scale=GroupMean())
 OPO = replace(REINFORCE, baseline=LengthWeightedMean())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from rich.table import Table
 from groupwise.arithmetic import build_base_model, problems
 from groupwise.config import Config, apply
 from groupwise.evaluate import Scores
-from groupwise.train import Run, train
+from groupwise.errors import ConfigError
+from groupwise.train import Run, fresh_folder, train
 
 TRAIN_PROMPTS = 2000
 HELD_OUT_PROMPTS = 256
@@ -106,12 +106,15 @@ def configure(seed: int, algorithm: str | None, overrides: Sequence[str], model:
     prompts = {"train": problems(seed, "train", TRAIN_PROMPTS), "held_out": problems(seed, "test", HELD_OUT_PROMPTS)}
     for name, rows in prompts.items():
         (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tree = settings(seed, model, data, home / f"{datetime.now():%Y%m%d-%H%M%S}-quickstart-seed{seed}")
+    tree = settings(seed, model, data, fresh_folder(home, f"quickstart-seed{seed}"))
     if algorithm is not None:
         tree["algorithm"] = algorithm
     for override in overrides:
         apply(tree, override)
-    return Config.parse(tree)
+    config = Config.parse(tree)
+    if config.evaluation.data is None:
+        raise ConfigError("evaluation.data: null; the quickstart compares before and after, so leave its held-out data")
+    return config
 
 
 def base_model(folder: Path, seed: int, console: Console) -> Path:
@@ -141,7 +144,8 @@ def comparison(before: Scores, after: Scores) -> Table:
     table.add_row(
         "accuracy", *(f"{s.headline:.1%}  ({s.interval[0]:.1%} to {s.interval[1]:.1%})" for s in (before, after))
     )
-    table.add_row("well formatted", *(f"{s.means['format']:.1%}" for s in (before, after)))
+    if "format" in after.means:  # an override may have taken that reward away
+        table.add_row("well formatted", *(f"{s.means['format']:.1%}" for s in (before, after)))
     table.add_row("tokens per answer", *(f"{s.completion_length:.1f}" for s in (before, after)))
     table.add_row("prompts", *(str(s.prompts) for s in (before, after)))
     return table

@@ -50,6 +50,8 @@ class Rollout:
     reward_weights: Mapping[str, float] = field(default_factory=dict[str, float])
     reward: float = 0.0
     """The weighted sum of `rewards`."""
+    greedy_reward: float = 0.0
+    """The reward of the greedy completion of the same prompt, where the algorithm asks for it."""
     valid: bool = True
     """False when no trustworthy reward exists: excluded from the statistics and from the loss."""
     problem: str = ""

@@ -102,7 +102,7 @@ def load_code(path: str) -> Callable[..., Any]:
     where, _, name = path.rpartition(":")
     try:
         module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, SyntaxError) as error:
         raise PydanticCustomError(
             "no_code",
             "{path} cannot be imported: {error}; write package.module:function or folder/file.py:function",

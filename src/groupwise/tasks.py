@@ -174,7 +174,10 @@ def read_rows(path: str | Path, *, split: str = "train", limit: int | None = Non
         if reader is None:
             accepted = f"{', '.join(_READERS)}, or a Hub id"
             raise DataError(f"data.path: {path}: unknown suffix {file.suffix!r}; accepted: {accepted}")
-        rows = reader(file)
+        try:
+            rows = reader(file)
+        except UnicodeDecodeError as error:
+            raise DataError(f"data.path: {path}: not UTF-8: {error}; save it as UTF-8") from error
     elif _looks_like_hub_id(str(path)) and not file.exists():
         rows = _from_hub(str(path), split)
     else:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -14,18 +15,19 @@ import torch
 from rich.console import Console
 
 from groupwise import checkpoint
-from groupwise.algorithms import zero_variance
+from groupwise.algorithms import Algorithm, zero_variance
 from groupwise.chat import Chat
 from groupwise.config import Config, Data, Engine
-from groupwise.engines import Learner, Sampler, Sampling
+from groupwise.engines import Critic, Learner, Sampler, Sampling
 from groupwise.engines.local import LocalSampler, local_engine
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, DataError, RewardError
 from groupwise.evaluate import Scores, evaluate
 from groupwise.log import RunLog, new_folder
 from groupwise.model import load_model, load_tokenizer, save_model, stop_token_ids
-from groupwise.records import Rollout, collate
+from groupwise.records import Batch, Rollout, collate
 from groupwise.rollout import play
 from groupwise.seeding import generator
+from groupwise.slots import replace
 from groupwise.tasks import Task, check_task, read_rows, rows_for_step
 
 
@@ -35,18 +37,28 @@ def loop(config: Config, parts: Parts, log: RunLog, start: int = 0) -> None:
     for step, rollouts in experience(config, parts, start):  # whole groups, scored
         log.lap("sample")
         log.check(rollouts)
-        rollouts = annotate(rollouts, learner, algorithm.needs(config.updates_per_step))  # old / reference log-probs
+        algorithm = algorithm.adapt(rollouts)  # coefficients that follow a target
+        rollouts = annotate(rollouts, parts, algorithm.needs(config.updates_per_step))  # old / reference log-probs
         rollouts = algorithm.credit(rollouts)  # rewards -> advantages
         log.lap("credit")
         batches = algorithm.batches(rollouts, config.updates_per_step)  # tensors and token weights
-        updates = [learner.update(batch, algorithm.loss) for batch in batches]
+        updates = [update(batch, algorithm, parts) for batch in batches]
         sampler.load(learner.weights(), version=step + 1)
         log.lap("update")
         log.step(step, rollouts, updates)
+        if algorithm.kl is not None and _due(algorithm.kl.refresh_every, step + 1, config.steps):
+            learner.refresh_reference()
         if _due(config.evaluation.every, step + 1, config.steps):
             parts.evaluate(config, log, step + 1)
-        if _due(config.checkpoint.every, step + 1, config.steps):
-            checkpoint.save(log.folder, step + 1, learner, config.checkpoint.keep_last)
+        if step + 1 == config.steps or _due(config.checkpoint.every, step + 1, config.steps):
+            checkpoint.save(log.folder, step + 1, parts.saved(), algorithm, config.checkpoint.keep_last)
+            log.lap("checkpoint")
+
+
+def update(batch: Batch, algorithm: Algorithm, parts: Parts) -> dict[str, float]:
+    """One optimizer step of the policy, and of the critic if there is one; their metrics."""
+    metrics = parts.learner.update(batch, algorithm.loss)
+    return metrics if parts.critic is None else metrics | parts.critic.update(batch, algorithm.value_loss)
 
 
 def experience(config: Config, parts: Parts, start: int = 0) -> Iterator[tuple[int, list[Rollout]]]:
@@ -60,17 +72,21 @@ def experience(config: Config, parts: Parts, start: int = 0) -> Iterator[tuple[i
 
 
 def _play(config: Config, parts: Parts, rows: Sequence[int], step: int, draw: int) -> list[Rollout]:
-    return play(
-        parts.task,
-        parts.sampler,
-        parts.chat,
-        rows,
-        group_size=config.group_size,
-        sampling=config.sampling,
-        seed=config.seed,
-        step=step,
-        stream=f"train.{draw}",
-    )
+    """The scored groups of some rows; with a greedy baseline, every rollout knows what the greedy answer earned."""
+    play_rows = partial(play, parts.task, parts.sampler, parts.chat, rows, seed=config.seed, step=step)
+    rollouts = play_rows(group_size=config.group_size, sampling=config.sampling, stream=f"train.{draw}")
+    if not config.algorithm.greedy_baseline:
+        return rollouts
+    greedy = play_rows(group_size=1, sampling=replace(config.sampling, temperature=0.0), stream=f"greedy.{draw}")
+    earned = {rollout.group: rollout for rollout in greedy}
+    return [_against_greedy(rollout, earned[rollout.group]) for rollout in rollouts]
+
+
+def _against_greedy(rollout: Rollout, greedy: Rollout) -> Rollout:
+    if greedy.valid:
+        return dataclasses.replace(rollout, greedy_reward=greedy.reward)
+    problem = rollout.problem or f"the greedy completion of its prompt has no reward: {greedy.problem}"
+    return dataclasses.replace(rollout, valid=False, problem=problem)
 
 
 def _fill_with_informative_groups(config: Config, parts: Parts, step: int, rollouts: list[Rollout]) -> list[Rollout]:
@@ -99,17 +115,20 @@ def _informative_groups(rollouts: Sequence[Rollout]) -> list[int]:
     return list(dict.fromkeys(rollout.group for rollout, flat in zip(valid, dull, strict=True) if not flat))
 
 
-def annotate(rollouts: Sequence[Rollout], learner: Learner, needs: Container[str]) -> list[Rollout]:
-    """Fill `old_logprobs` and `ref_logprobs`, where needed, before any update: later the old policy is gone."""
-    annotated = list(rollouts)
-    batch = collate(annotated) if needs else None
-    for need, name in (("old", "old_logprobs"), ("ref", "ref_logprobs")):
-        if batch is None or need not in needs:
-            continue
-        rows = learner.logprobs(batch, reference=need == "ref").numpy()
+def annotate(rollouts: Sequence[Rollout], parts: Parts, needs: Container[str]) -> list[Rollout]:
+    """Fill in what is needed of `old_logprobs`, `ref_logprobs` and `values`, before any update moves the policy."""
+    annotated, batch = list(rollouts), collate(rollouts)
+    known = {
+        "old_logprobs": lambda: parts.learner.logprobs(batch),
+        "ref_logprobs": lambda: parts.learner.logprobs(batch, reference=True),
+        "values": lambda: parts.critic.values(batch) if parts.critic is not None else None,
+    }
+    for name in (name for name in known if name in needs):
+        rows = known[name]()
+        assert rows is not None, "build makes a critic when the algorithm has one"
         annotated = [
             dataclasses.replace(rollout, **{name: row[: len(rollout.tokens)]})
-            for rollout, row in zip(annotated, rows, strict=True)
+            for rollout, row in zip(annotated, rows.numpy(), strict=True)
         ]
     return annotated
 
@@ -132,6 +151,12 @@ class Parts:
     chat: Chat
     held_out: Task | None = None
     """Prompts for evaluation."""
+    critic: Critic | None = None
+    """Of an algorithm that has one (PPO)."""
+
+    def saved(self) -> dict[str, checkpoint.Saved]:
+        """What a checkpoint holds, by the name of its folder."""
+        return {"learner": self.learner} if self.critic is None else {"learner": self.learner, "critic": self.critic}
 
     def evaluate(self, config: Config, log: RunLog, steps_done: int) -> Scores | None:
         """Evaluate the policy on the held-out prompts, if there are any, and log it."""
@@ -181,8 +206,11 @@ def train(
             token is sampled where it can be known then.
     """
     config = config.resolve()
+    if resume is not None:
+        checkpoint.newest(resume)  # before a model is loaded: is there anything to continue from?
     parts = build(config, task, held_out)
-    folder = resume if resume is not None else new_folder(Path(config.output) if config.output else _fresh_name(config))
+    name = Path(config.model).name or "model"
+    folder = resume or new_folder(Path(config.output) if config.output else fresh_folder(Path("runs"), name))
     log = RunLog(
         folder,
         steps=config.steps,
@@ -195,7 +223,8 @@ def train(
         log.warn(caution)
     start, before = 0, None
     if resume is not None:
-        start = checkpoint.restore(folder, parts.learner)
+        start, algorithm = checkpoint.restore(folder, parts.saved())
+        config = replace(config, algorithm=algorithm)
         parts.sampler.load(parts.learner.weights(), version=start)
         log.rewind(start)
         log.say(f"continuing {folder} after step {start}")
@@ -207,14 +236,13 @@ def train(
         loop(config, parts, log, start)
     finally:
         log.close()
-    checkpoint.save(folder, config.steps, parts.learner, config.checkpoint.keep_last)
     save_model(config.model, parts.learner.weights(), folder / "model")
     return Run(folder, before, parts.evaluate(config, log, config.steps))
 
 
-def _fresh_name(config: Config) -> Path:
-    model = Path(config.model).name or "model"
-    stem = Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{model}"
+def fresh_folder(home: Path, name: str) -> Path:
+    """A path below `home`, of the time and the name, at which there is nothing yet."""
+    stem = home / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
     return next(path for i in range(1000) if not (path := Path(f"{stem}-{i}") if i else stem).exists())
 
 
@@ -226,7 +254,8 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
     """
     task = task or load_task(config, config.data)
     if held_out is None and config.evaluation.data is not None:
-        held_out = load_task(config, config.evaluation.data)
+        with _of_evaluation():
+            held_out = load_task(config, config.evaluation.data)
     rows_for_step(len(task.rows), 0, config.prompts_per_step, config.seed)  # are there enough?
     engine = local_engine(
         config.model,
@@ -237,25 +266,32 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
         optimizer=config.optimizer,
         temperature=config.sampling.temperature,
         total_updates=config.steps * config.updates_per_step,
-        reference=config.model if "ref" in config.algorithm.needs(config.updates_per_step) else None,
-        entropy=config.algorithm.entropy_coef != 0,
+        reference=config.model if "ref_logprobs" in config.algorithm.needs(config.updates_per_step) else None,
+        critic=config.critic_optimizer if config.algorithm.critic is not None else None,
+        entropy=config.algorithm.entropy is not None,
         gradient_checkpointing=config.engine.gradient_checkpointing,
     )
     chat = Chat(engine.tokenizer, engine.stop_ids)
-    check = partial(
-        check_task,
-        chat=chat,
-        max_tokens=config.sampling.max_tokens,
-        context=engine.context,
-        long_prompts=config.data.long_prompts,
-    )
+    check = partial(check_task, chat=chat, max_tokens=config.sampling.max_tokens, context=engine.context)
+    task = check(task, long_prompts=config.data.long_prompts)
+    rows_for_step(len(task.rows), 0, config.prompts_per_step, config.seed)  # still enough without the long ones?
+    if held_out is not None:
+        with _of_evaluation():
+            held_out = check(held_out, long_prompts=(config.evaluation.data or config.data).long_prompts)
     return Parts(
-        task=check(task),
-        sampler=engine.sampler,
-        learner=engine.learner,
-        chat=chat,
-        held_out=None if held_out is None else check(held_out),
+        task=task, sampler=engine.sampler, learner=engine.learner, critic=engine.critic, chat=chat, held_out=held_out
     )
+
+
+@contextlib.contextmanager
+def _of_evaluation() -> Generator[None]:
+    """What is wrong with held-out data is said of `evaluation.data`."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"evaluation.{error}") from error
+    except RewardError as error:
+        raise RewardError(f"evaluation.data: {error}") from error
 
 
 def load_sampler(model: str, engine: Engine) -> tuple[Sampler, Chat]:

@@ -24,6 +24,9 @@ Each metric is a float[2] tensor, (sum, count).  Loss and metrics add up over mi
 this divides by nothing, and the mean of a metric is its sum over its count once everything is added.
 """
 
+ValueLossFn = Callable[[Tensor, Batch], Tensor]
+"""(critic values [B, T], batch) -> the critic's loss as a sum."""
+
 
 class Sampling(Slot):
     """How completions are drawn.  Log-probabilities are those of the distribution drawn from."""
@@ -111,8 +114,32 @@ class Learner(Protocol):
         """Names, as `save_pretrained` writes them, and tensors of the policy."""
         ...
 
+    def refresh_reference(self) -> None:
+        """Make the policy as it is now the reference."""
+        ...
+
     def save(self, path: Path) -> None:
         """Write everything needed to continue exactly: weights, optimizer, schedule."""
+        ...
+
+    def restore(self, path: Path) -> None:
+        """Continue from what `save` wrote."""
+        ...
+
+
+class Critic(Protocol):
+    """Estimates what is still to be earned at each token (PPO)."""
+
+    def values(self, batch: Batch) -> Tensor:
+        """float[B, T] on the CPU: the estimate before each token is chosen; 0 where `batch.loss_mask` is False."""
+        ...
+
+    def update(self, batch: Batch, loss: ValueLossFn) -> dict[str, float]:
+        """One optimizer step on the sum of `loss` over the batch; its metrics begin with `critic/`."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write everything needed to continue exactly."""
         ...
 
     def restore(self, path: Path) -> None:

@@ -84,6 +84,9 @@ class RecordingLearner:
         """None."""
         return ()
 
+    def refresh_reference(self) -> None:
+        """Nothing: the reference, too, has never moved."""
+
     def save(self, path: Path) -> None:
         """Write the number of updates into the folder `path`."""
         path.mkdir(parents=True, exist_ok=True)

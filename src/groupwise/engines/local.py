@@ -5,24 +5,22 @@ Shapes: B rows (completions or rollouts), T tokens of the longest row, R `max_to
 
 from __future__ import annotations
 
-import json
-import math
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise import seeding
 from groupwise.decoding import Decoding, Drawn, attention_windows, draw
 from groupwise.engines import Completion, LossFn, Optimizer, Request, Sampling
-from groupwise.errors import CheckpointError, GroupwiseError, ModelError
+from groupwise.engines.critic import LocalCritic
+from groupwise.engines.steps import Steps, distinct, microbatches, restore_weights, save_weights
+from groupwise.errors import GroupwiseError, ModelError
 from groupwise.model import (
     check_head,
     check_tokenizer,
@@ -35,8 +33,7 @@ from groupwise.model import (
 )
 from groupwise.records import Batch
 
-# What json, safetensors and torch raise about a file that is missing, cut short or not theirs.
-UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, pickle.UnpicklingError, safetensors.SafetensorError)
+REFERENCE = "reference.safetensors"
 
 
 class LocalEngine(NamedTuple):
@@ -48,6 +45,7 @@ class LocalEngine(NamedTuple):
     stop_ids: tuple[int, ...]
     context: int | None
     """Most tokens of prompt and completion together, or None when the model does not say."""
+    critic: LocalCritic | None = None
 
 
 def local_engine(
@@ -63,10 +61,12 @@ def local_engine(
     reference: str | Path | None = None,
     entropy: bool = False,
     gradient_checkpointing: bool = False,
+    critic: Optimizer | None = None,
 ) -> LocalEngine:
     """Load a model once, to sample and to learn; the arguments are those of `load_model` and of the two classes.
 
-    `reference` is a folder or hub id; that model is loaded when it is first asked for.
+    `reference` is a folder or hub id; that model is loaded when it is first asked for.  With `critic`, the optimizer of
+    one, a value network of the same architecture and first weights is made as well.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded or served.
@@ -86,7 +86,15 @@ def local_engine(
         entropy=entropy,
     )
     sampler = LocalSampler(policy, stop_ids, max_batch_tokens=max_batch_tokens)
-    return LocalEngine(sampler, learner, tokenizer, stop_ids, context_length(policy))
+    judge = None
+    if critic is not None:
+        judge = LocalCritic(
+            load_model(model, dtype=dtype, device=device, gradient_checkpointing=gradient_checkpointing),
+            critic,
+            microbatch_tokens=microbatch_tokens,
+            total_updates=total_updates,
+        )
+    return LocalEngine(sampler, learner, tokenizer, stop_ids, context_length(policy), judge)
 
 
 class LocalSampler:
@@ -211,19 +219,11 @@ class LocalLearner:
             reference: the reference policy, or what loads it when it is first asked for.
             entropy: hand the loss the entropies of the policy; otherwise they are 0.
         """
-        self._model, self._settings = model, optimizer
+        self._model = model
         self._temperature, self._microbatch_tokens = temperature, microbatch_tokens
-        self._total_updates, self._updates = total_updates, 0
         self._reference, self._entropy = reference, entropy
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._adamw = torch.optim.AdamW(
-            self._parameters,
-            lr=optimizer.learning_rate,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            fused=model.device.type in ("cpu", "cuda"),
-        )
+        self._refreshed = False
+        self._steps = Steps(model.parameters(), optimizer, total_updates)
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor:
@@ -248,41 +248,24 @@ class LocalLearner:
         Raises:
             GroupwiseError: loss or gradient is not finite; weights and optimizer are as they were.
         """
-        self._adamw.zero_grad(set_to_none=True)
-        total, sums = self._backward(batch, loss)
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        norm = float(nn.utils.clip_grad_norm_(self._parameters, self._settings.max_grad_norm))
-        if not (math.isfinite(total) and math.isfinite(norm)):
-            self._adamw.zero_grad(set_to_none=True)
-            raise GroupwiseError(
-                f"update {self._updates}: the loss is {total} and the norm of its gradient {norm}; nothing was "
-                "changed. Lower optimizer.learning_rate, or train in float32 if the model is in float16"
-            )
-        rate = self._settings.learning_rate * schedule(self._settings, self._updates, self._total_updates)
-        for group in self._adamw.param_groups:
-            group["lr"] = rate
-        self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
-        self._updates += 1
-        means = {name: value / count for name, (value, count) in sums.items() if count}
-        return {**means, "loss": total, "grad_norm": norm, "learning_rate": rate}
-
-    def _backward(self, batch: Batch, loss: LossFn) -> tuple[float, dict[str, list[float]]]:
-        """Add the gradient of every micro-batch to that of the parameters; the loss, and (sum, count) of metrics."""
-        total = torch.zeros((), dtype=torch.float64, device=self._model.device)
         sums: dict[str, Tensor] = {}
-        for index in microbatches(batch.lengths, self._microbatch_tokens):
-            part = batch.rows(index).to(self._model.device)
-            logprobs, entropies = self._score(self._model, part, self._entropy)
-            value, metrics = loss(logprobs, entropies, part)
-            if value.requires_grad:
-                value.backward()
-            total += value.detach()
-            for name, metric in metrics.items():
-                sums[name] = sums.get(name, 0) + metric.detach().double()
-        return total.item(), {name: metric.tolist() for name, metric in sums.items()}
+
+        def accumulate() -> float:
+            total = torch.zeros((), dtype=torch.float64, device=self._model.device)
+            for index in microbatches(batch.lengths, self._microbatch_tokens):
+                part = batch.rows(index).to(self._model.device)
+                logprobs, entropies = self._score(self._model, part, self._entropy)
+                value, metrics = loss(logprobs, entropies, part)
+                if value.requires_grad:
+                    value.backward()
+                total += value.detach()
+                for name, metric in metrics.items():
+                    sums[name] = sums.get(name, 0) + metric.detach().double()
+            return total.item()
+
+        taken = self._steps.take(accumulate)
+        totals = {name: metric.tolist() for name, metric in sums.items()}
+        return {name: value / count for name, (value, count) in totals.items() if count} | taken
 
     def _score(self, model: PreTrainedModel, part: Batch, entropy: bool) -> tuple[Tensor, Tensor]:
         inputs = (part.tokens, part.lengths, part.loss_mask)
@@ -290,19 +273,23 @@ class LocalLearner:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors of the policy, on its device, not copied; of tied weights, the first name."""
-        seen: set[int] = set()
-        for name, tensor in self._model.state_dict().items():
-            if tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                yield name, tensor
+        return distinct(self._model.state_dict())
+
+    def refresh_reference(self) -> None:
+        """Make the policy as it is now the reference."""
+        reference = self._reference_model()
+        with torch.no_grad():
+            for name, tensor in reference.state_dict().items():
+                tensor.copy_(self._model.state_dict()[name])
+        self._refreshed = True
 
     def save(self, path: Path) -> None:
-        """Write `model.safetensors`, `optimizer.pt` and `learner.json` into the folder `path`."""
+        """Write the weights, the optimizer's state and, if it has moved, the reference into the folder `path`."""
         path.mkdir(parents=True, exist_ok=True)
-        weights = {name: tensor.contiguous() for name, tensor in self.weights()}
-        safetensors.torch.save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-        torch.save(self._adamw.state_dict()["state"], path / "optimizer.pt")
-        (path / "learner.json").write_text(json.dumps({"updates": self._updates}))
+        save_weights(self.weights(), path / "model.safetensors")
+        if self._refreshed:
+            save_weights(distinct(self._reference_model().state_dict()), path / REFERENCE)
+        self._steps.save(path)
 
     def restore(self, path: Path) -> None:
         """Continue from what `save` wrote; the optimizer's settings stay those given here.
@@ -310,19 +297,11 @@ class LocalLearner:
         Raises:
             CheckpointError: a file is missing, or is not that of this model.
         """
-        own = dict(self.weights())
-        try:
-            updates = int(json.loads((path / "learner.json").read_text())["updates"])
-            weights = safetensors.torch.load_file(path / "model.safetensors")
-            state = torch.load(path / "optimizer.pt", map_location=self._model.device, weights_only=True)
-        except UNREADABLE as error:
-            raise CheckpointError(f"{path}: not a complete checkpoint of the learner: {error!r}") from error
-        if {n: t.shape for n, t in weights.items()} != {n: t.shape for n, t in own.items()}:
-            raise CheckpointError(f"{path}: the weights are those of another model; start a new run folder")
-        for name, tensor in weights.items():
-            own[name].copy_(tensor)  # in place: the sampler holds the same tensors
-        self._adamw.load_state_dict({**self._adamw.state_dict(), "state": state})
-        self._updates = updates
+        restore_weights(self.weights(), path / "model.safetensors")
+        self._refreshed = (path / REFERENCE).is_file()
+        if self._refreshed:
+            restore_weights(distinct(self._reference_model().state_dict()), path / REFERENCE)
+        self._steps.restore(path)
 
     def _reference_model(self) -> PreTrainedModel:
         if self._reference is None:
@@ -330,26 +309,3 @@ class LocalLearner:
         if not isinstance(self._reference, PreTrainedModel):
             self._reference = self._reference()
         return self._reference
-
-
-def microbatches(lengths: Tensor, budget: int) -> Iterator[Tensor]:
-    """Row indices int64[n], rows of similar length together: rows times the longest stays within `budget` tokens."""
-    lengths, order = lengths.cpu().sort(descending=True, stable=True)
-    start = 0
-    while start < len(order):
-        rows = max(1, budget // max(1, int(lengths[start])))
-        yield order[start : start + rows]
-        start += rows
-
-
-def schedule(settings: Optimizer, update: int, total: int) -> float:
-    """The share of the peak learning rate at the update with this index (from 0).
-
-    Warmup ends, at its last update, on the peak; the fall would reach 0 at the update after the last.
-    """
-    if update < settings.warmup_updates:
-        return (update + 1) / settings.warmup_updates
-    if settings.schedule == "constant":
-        return 1.0
-    done = min(1.0, (update - settings.warmup_updates) / max(1, total - settings.warmup_updates))
-    return 1.0 - done if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))

@@ -1,0 +1,99 @@
+"""PPO's critic inside this process: a second transformers decoder with a value head, and its own optimizer.
+
+Shapes: B rows, T tokens, D hidden size.  The value at a token is the critic's estimate before that token is chosen.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from groupwise.engines import Optimizer, ValueLossFn
+from groupwise.engines.steps import Steps, distinct, microbatches, restore_weights, save_weights
+from groupwise.model import hidden_states
+from groupwise.records import Batch
+
+
+class LocalCritic:
+    """Estimates the return from each token on.  See `groupwise.engines.Critic`."""
+
+    def __init__(
+        self, model: PreTrainedModel, optimizer: Optimizer, *, microbatch_tokens: int, total_updates: int
+    ) -> None:
+        """
+        Args:
+            model: a model of its own; its decoder is trained, its language-model head is not used.
+            optimizer: AdamW and its schedule.
+            microbatch_tokens: most tokens, padding included, in one forward pass.
+            total_updates: optimizer steps over which the schedule falls to 0.
+        """
+        self._model, self._microbatch_tokens = model, microbatch_tokens
+        embedding = cast(Any, model.get_input_embeddings()).weight
+        # From zero, the first advantages are those of no critic at all instead of noise.
+        self._head = nn.Linear(_hidden_size(model), 1, device=embedding.device, dtype=embedding.dtype)
+        nn.init.zeros_(self._head.weight)
+        nn.init.zeros_(self._head.bias)
+        decoder = cast(Any, model).get_decoder()
+        self._steps = Steps(chain(decoder.parameters(), self._head.parameters()), optimizer, total_updates)
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> Tensor:
+        """See `Critic.values`."""
+        found = torch.zeros(batch.tokens.shape, dtype=torch.promote_types(self._model.dtype, torch.float32))
+        for index in microbatches(batch.lengths, self._microbatch_tokens):
+            scored = self._forward(batch.rows(index).to(self._model.device))
+            found[index, : scored.shape[1]] = scored.cpu()
+        return found
+
+    def update(self, batch: Batch, loss: ValueLossFn) -> dict[str, float]:
+        """See `Critic.update`.
+
+        Raises:
+            GroupwiseError: loss or gradient is not finite; nothing was changed.
+        """
+
+        def accumulate() -> float:
+            total = 0.0
+            for index in microbatches(batch.lengths, self._microbatch_tokens):
+                part = batch.rows(index).to(self._model.device)
+                value = loss(self._forward(part), part)
+                value.backward()
+                total += value.item()
+            return total
+
+        return {f"critic/{name}": value for name, value in self._steps.take(accumulate).items()}
+
+    def save(self, path: Path) -> None:
+        """Write `critic.safetensors` and the optimizer's state into the folder `path`."""
+        path.mkdir(parents=True, exist_ok=True)
+        save_weights(self._weights(), path / "critic.safetensors")
+        self._steps.save(path)
+
+    def restore(self, path: Path) -> None:
+        """Continue from what `save` wrote.
+
+        Raises:
+            CheckpointError: a file is missing, or is not that of this critic.
+        """
+        restore_weights(self._weights(), path / "critic.safetensors")
+        self._steps.restore(path)
+
+    def _weights(self) -> list[tuple[str, Tensor]]:
+        head = {f"value_head.{name}": tensor for name, tensor in self._head.state_dict().items()}
+        return list(distinct({**cast(Any, self._model).get_decoder().state_dict(), **head}))
+
+    def _forward(self, part: Batch) -> Tensor:
+        """float[B, T], 0 where `loss_mask` is False."""
+        hidden = hidden_states(self._model, part.tokens)[:, :-1]
+        values = self._head(hidden).squeeze(-1)
+        values = torch.cat([torch.zeros_like(values[:, :1]), values], 1)
+        return values.to(torch.promote_types(values.dtype, torch.float32)).where(part.loss_mask, 0.0)
+
+
+def _hidden_size(model: PreTrainedModel) -> int:
+    return model.config.get_text_config().hidden_size

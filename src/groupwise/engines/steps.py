@@ -1,0 +1,149 @@
+"""AdamW steps with a schedule, clipping and a guard: what each learner in this process does with its gradients."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from groupwise.engines import Optimizer
+from groupwise.errors import CheckpointError, GroupwiseError
+
+# What json, safetensors and torch raise about a file that is missing, cut short or not theirs.
+UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, pickle.UnpicklingError, safetensors.SafetensorError)
+
+
+class Steps:
+    """The optimizer of some parameters and how many updates it has done."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], settings: Optimizer, total_updates: int) -> None:
+        """
+        Args:
+            parameters: those that do not require a gradient are left alone.
+            settings: AdamW and its schedule.
+            total_updates: optimizer steps over which the schedule falls to 0.
+        """
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._settings, self._total_updates, self._updates = settings, total_updates, 0
+        self._adamw = torch.optim.AdamW(
+            self._parameters,
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=self._parameters[0].device.type in ("cpu", "cuda"),
+        )
+
+    def take(self, accumulate: Callable[[], float]) -> dict[str, float]:
+        """One update: `accumulate` adds up the gradient and returns the loss.
+
+        Without any gradient it is a step all the same: AdamW's averages, and with them the weights, move on.
+
+        Returns:
+            `loss`, `grad_norm` (before clipping) and `learning_rate`.
+
+        Raises:
+            GroupwiseError: loss or gradient is not finite; weights and optimizer are as they were.
+        """
+        self._adamw.zero_grad(set_to_none=True)
+        loss = accumulate()
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        norm = float(nn.utils.clip_grad_norm_(self._parameters, self._settings.max_grad_norm))
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._adamw.zero_grad(set_to_none=True)
+            raise GroupwiseError(
+                f"update {self._updates}: the loss is {loss} and the norm of its gradient {norm}; nothing was "
+                "changed. Lower optimizer.learning_rate, or train in float32 if the model is in float16"
+            )
+        rate = self._settings.learning_rate * schedule(self._settings, self._updates, self._total_updates)
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        self._updates += 1
+        return {"loss": loss, "grad_norm": norm, "learning_rate": rate}
+
+    def save(self, path: Path) -> None:
+        """Write `optimizer.pt` and `updates.json` into the folder `path`."""
+        torch.save(self._adamw.state_dict()["state"], path / "optimizer.pt")
+        (path / "updates.json").write_text(json.dumps({"updates": self._updates}))
+
+    def restore(self, path: Path) -> None:
+        """Continue from what `save` wrote; the settings stay those given here.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        try:
+            updates = int(json.loads((path / "updates.json").read_text())["updates"])
+            device = self._parameters[0].device
+            state = torch.load(path / "optimizer.pt", map_location=device, weights_only=True)
+        except UNREADABLE as error:
+            raise CheckpointError(f"{path}: not a complete checkpoint of the optimizer: {error!r}") from error
+        self._adamw.load_state_dict({**self._adamw.state_dict(), "state": state})
+        self._updates = updates
+
+
+def save_weights(weights: Iterable[tuple[str, Tensor]], file: Path) -> None:
+    """Write tensors to a safetensors file."""
+    tensors = {name: tensor.contiguous() for name, tensor in weights}
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+
+
+def restore_weights(weights: Iterable[tuple[str, Tensor]], file: Path) -> None:
+    """Copy what `save_weights` wrote into tensors of the same names, in place: others may hold the same tensors.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or that of another model.
+    """
+    own = dict(weights)
+    try:
+        stored = safetensors.torch.load_file(file)
+    except UNREADABLE as error:
+        raise CheckpointError(f"{file}: not a complete checkpoint: {error!r}") from error
+    if {name: tensor.shape for name, tensor in stored.items()} != {name: tensor.shape for name, tensor in own.items()}:
+        raise CheckpointError(f"{file}: the weights are those of another model; start a new run folder")
+    with torch.no_grad():
+        for name, tensor in stored.items():
+            own[name].copy_(tensor)
+
+
+def distinct(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a state dict; of tied ones, the first name."""
+    seen: set[int] = set()
+    for name, tensor in state.items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            yield name, tensor
+
+
+def microbatches(lengths: Tensor, budget: int) -> Iterator[Tensor]:
+    """Row indices int64[n], rows of similar length together: rows times the longest stays within `budget` tokens."""
+    lengths, order = lengths.cpu().sort(descending=True, stable=True)
+    start = 0
+    while start < len(order):
+        rows = max(1, budget // max(1, int(lengths[start])))
+        yield order[start : start + rows]
+        start += rows
+
+
+def schedule(settings: Optimizer, update: int, total: int) -> float:
+    """The share of the peak learning rate at the update with this index (from 0).
+
+    Warmup ends, at its last update, on the peak; the fall would reach 0 at the update after the last.
+    """
+    if update < settings.warmup_updates:
+        return (update + 1) / settings.warmup_updates
+    if settings.schedule == "constant":
+        return 1.0
+    done = min(1.0, (update - settings.warmup_updates) / max(1, total - settings.warmup_updates))
+    return 1.0 - done if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
