@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -15,8 +16,9 @@ from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCau
 from groupwise.decoding import draw
 from groupwise.engines import Completion, Learner, LossFn, Optimizer, Request, Sampler, Sampling
 from groupwise.engines.local import LocalLearner, LocalSampler, local_engine
-from groupwise.engines.steps import microbatches, schedule
+from groupwise.engines.steps import schedule
 from groupwise.errors import CheckpointError, GroupwiseError, ModelError
+from groupwise.packing import padded_parts
 from groupwise.records import Batch, Rollout, collate
 from groupwise.seeding import key
 
@@ -129,15 +131,16 @@ class TestSampler:
         entropies = torch.zeros_like(learned)
         for row, rollout in enumerate(sampled):
             entropies[row, : len(rollout.tokens)] = torch.from_numpy(rollout.entropies)
-        found: list[Tensor] = []
+        found: list[tuple[Tensor, Tensor]] = []
 
         def keep_entropies(logprobs: Tensor, these: Tensor, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-            found.append(these.detach())
+            found.append((these.detach(), part.advantages))
             return (logprobs * 0).sum(), {}
 
-        learner_of(model).update(batch, keep_entropies)
-        by_length = batch.lengths.argsort(descending=True, stable=True)
-        torch.testing.assert_close(found[0], entropies[by_length], atol=1e-5, rtol=0)
+        # The sampler's entropies travel as advantages: a learner may reorder rows.
+        learner_of(model).update(dataclasses.replace(batch, advantages=entropies), keep_entropies)
+        for learned, expected in found:
+            torch.testing.assert_close(learned, expected, atol=1e-5, rtol=0)
 
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     def test_a_completion_depends_on_nothing_that_is_sampled_beside_it(self, architecture: str) -> None:
@@ -476,7 +479,7 @@ class TestLearner:
 
     def test_micro_batches_hold_every_row_once_within_the_budget(self) -> None:
         lengths = torch.tensor([3, 50, 7, 7, 20, 1, 12])
-        parts = list(microbatches(lengths, 24))
+        parts = list(padded_parts(lengths, 24))
         assert sorted(torch.cat(parts).tolist()) == list(range(7))
         for part in parts:
             assert len(part) == 1 or len(part) * int(lengths[part].max()) <= 24

@@ -163,10 +163,10 @@ def check_head(model: PreTrainedModel) -> None:
         raise ModelError(f"{name} is not a causal language model: a token changes the prediction of those before it")
 
 
-def hidden_states(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+def hidden_states(model: PreTrainedModel, tokens: Tensor, **inputs: Any) -> Tensor:
     """float[B, T, D]: what the head turns into logits, from int64[B, T] right-padded tokens."""
     with _checkpointing_mode(model):
-        return cast(Any, model).get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
+        return cast(Any, model).get_decoder()(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
 
 
 def logits(model: PreTrainedModel, hidden: Tensor, temperature: float = 1.0) -> Tensor:
@@ -201,8 +201,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each masked token given those before it, and the entropy of its distribution.
 
-    Only masked positions go through the head, a chunk at a time; when there are several chunks, the logits of each
-    are computed again in the backward pass instead of being kept.
+    Only masked positions go through the head; see `score`.
 
     Args:
         tokens: int64[B, T], right-padded.
@@ -218,22 +217,38 @@ def token_logprobs(
     zeros = torch.zeros(tokens.shape, dtype=torch.promote_types(model.dtype, torch.float32), device=tokens.device)
     if not mask.any():
         return zeros, zeros.clone()
-    assert not mask[:, 0].any(), "the first token has no log-probability"
-    width = int(lengths.max())
-    hidden = hidden_states(model, tokens[:, :width])[:, :-1][mask[:, 1:width]]
-    targets = tokens[mask]
-    options = (temperature, entropy)
-    rows = max(1, LOGITS_PER_CHUNK // _vocabulary(model))
-    score = _score if len(targets) <= rows or not torch.is_grad_enabled() else _score_again_in_backward
-    chunks = [score(model, h, t, *options) for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)]
-    logprobs, entropies = (torch.cat(part) for part in zip(*chunks, strict=True))
+    states = states_before(model, tokens, lengths, mask)
+    logprobs, entropies = score(model, states, tokens[mask], temperature, entropy)
     return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropies)
 
 
-def _score(
+def states_before(model: PreTrainedModel, tokens: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
+    """float[N, D]: the state from which each masked token is predicted, row by row; see `token_logprobs`."""
+    assert not mask[:, 0].any(), "the first token has no log-probability"
+    width = int(lengths.max())
+    return hidden_states(model, tokens[:, :width])[:, :-1][mask[:, 1:width]]
+
+
+def score(
     model: PreTrainedModel, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """float[N] each, from float[N, D] and int64[N]."""
+    """Log-probabilities of int64[N] tokens and entropies, float[N] each, from the states float[N, D] before them.
+
+    The head runs on a chunk at a time; when there are several, the logits of each are computed again in the backward
+    pass instead of being kept.
+    """
+    rows = max(1, LOGITS_PER_CHUNK // _vocabulary(model))
+    once = len(targets) <= rows or not torch.is_grad_enabled()
+    chunk = _score_chunk if once else _score_chunk_again_in_backward
+    parts = zip(hidden.split(rows), targets.split(rows), strict=True)
+    scored = [chunk(model, states, chosen, temperature, entropy) for states, chosen in parts]
+    logprobs, entropies = (torch.cat(part) for part in zip(*scored, strict=True))
+    return logprobs, entropies
+
+
+def _score_chunk(
+    model: PreTrainedModel, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor]:
     logprobs = torch.log_softmax(logits(model, hidden, temperature), dim=-1)
     chosen = logprobs.gather(-1, targets[:, None]).squeeze(-1)
     if not entropy:
@@ -241,9 +256,9 @@ def _score(
     return chosen, entropy_of(logprobs, logprobs.exp())
 
 
-def _score_again_in_backward(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _score_chunk_again_in_backward(*arguments: Any) -> tuple[Tensor, Tensor]:
     # There is no dropout, so the random state need not be restored for the second computation.
-    return cast(Any, checkpoint)(_score, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return cast(Any, checkpoint)(_score_chunk, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def _disable_dropout(model: PreTrainedModel) -> None:
@@ -253,8 +268,9 @@ def _disable_dropout(model: PreTrainedModel) -> None:
     not 1.  Evaluation mode would be enough, but transformers checkpoints gradients only in training mode.
     """
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+        for name, child in module.named_children():
+            if isinstance(child, nn.Dropout):
+                setattr(module, name, nn.Identity())
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from groupwise.engines import Optimizer, ValueLossFn
-from groupwise.engines.steps import Steps, distinct, microbatches, restore_weights, save_weights
-from groupwise.model import hidden_states
+from groupwise.engines.steps import Steps, distinct, restore_weights, save_weights
+from groupwise.packing import Forward
 from groupwise.records import Batch
 
 
@@ -33,6 +33,7 @@ class LocalCritic:
             total_updates: optimizer steps over which the schedule falls to 0.
         """
         self._model, self._microbatch_tokens = model, microbatch_tokens
+        self._forward = Forward(model)
         embedding = cast(Any, model.get_input_embeddings()).weight
         # From zero, the first advantages are those of no critic at all instead of noise.
         self._head = nn.Linear(_hidden_size(model), 1, device=embedding.device, dtype=embedding.dtype)
@@ -45,9 +46,10 @@ class LocalCritic:
     def values(self, batch: Batch) -> Tensor:
         """See `Critic.values`."""
         found = torch.zeros(batch.tokens.shape, dtype=torch.promote_types(self._model.dtype, torch.float32))
-        for index in microbatches(batch.lengths, self._microbatch_tokens):
-            scored = self._forward(batch.rows(index).to(self._model.device))
-            found[index, : scored.shape[1]] = scored.cpu()
+        with self._forward.microbatches(batch, self._microbatch_tokens) as parts:
+            for index, part in parts:
+                values = self._values(part)
+                found[index, : values.shape[1]] = values.cpu()
         return found
 
     def update(self, batch: Batch, loss: ValueLossFn) -> dict[str, float]:
@@ -59,11 +61,11 @@ class LocalCritic:
 
         def accumulate() -> float:
             total = 0.0
-            for index in microbatches(batch.lengths, self._microbatch_tokens):
-                part = batch.rows(index).to(self._model.device)
-                value = loss(self._forward(part), part)
-                value.backward()
-                total += value.item()
+            with self._forward.microbatches(batch, self._microbatch_tokens) as parts:
+                for _, part in parts:
+                    value = loss(self._values(part), part)
+                    value.backward()
+                    total += value.item()
             return total
 
         return {f"critic/{name}": value for name, value in self._steps.take(accumulate).items()}
@@ -87,12 +89,13 @@ class LocalCritic:
         head = {f"value_head.{name}": tensor for name, tensor in self._head.state_dict().items()}
         return list(distinct({**cast(Any, self._model).get_decoder().state_dict(), **head}))
 
-    def _forward(self, part: Batch) -> Tensor:
+    def _values(self, part: Batch) -> Tensor:
         """float[B, T], 0 where `loss_mask` is False."""
-        hidden = hidden_states(self._model, part.tokens)[:, :-1]
-        values = self._head(hidden).squeeze(-1)
-        values = torch.cat([torch.zeros_like(values[:, :1]), values], 1)
-        return values.to(torch.promote_types(values.dtype, torch.float32)).where(part.loss_mask, 0.0)
+        values = self._head(self._forward.states(part)).squeeze(-1)
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        return torch.zeros(part.tokens.shape, dtype=values.dtype, device=values.device).masked_scatter(
+            part.loss_mask, values
+        )
 
 
 def _hidden_size(model: PreTrainedModel) -> int:

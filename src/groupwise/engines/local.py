@@ -19,7 +19,7 @@ from groupwise import seeding
 from groupwise.decoding import Decoding, Drawn, attention_windows, draw
 from groupwise.engines import Completion, LossFn, Optimizer, Request, Sampling
 from groupwise.engines.critic import LocalCritic
-from groupwise.engines.steps import Steps, distinct, microbatches, restore_weights, save_weights
+from groupwise.engines.steps import Steps, distinct, restore_weights, save_weights
 from groupwise.errors import GroupwiseError, ModelError
 from groupwise.model import (
     check_head,
@@ -28,9 +28,10 @@ from groupwise.model import (
     load_model,
     load_tokenizer,
     logits,
+    score,
     stop_token_ids,
-    token_logprobs,
 )
+from groupwise.packing import Forward
 from groupwise.records import Batch
 
 REFERENCE = "reference.safetensors"
@@ -155,7 +156,9 @@ class LocalSampler:
         for index in sorted(range(len(requests)), key=lambda i: len(requests[i].prompt)):
             prompt, n = len(requests[index].prompt), len(requests[index].keys)
             if prompt >= self._context:
-                raise ModelError(f"a prompt of {prompt} tokens leaves no room in the context of {self._context} tokens")
+                raise ModelError(
+                    f"a prompt of {prompt} tokens leaves no room in the context of {self._context}; shorten it"
+                )
             if wave and (rows + n) * (prompt + max_tokens) > self._max_batch_tokens:
                 yield wave
                 wave, rows = [], 0
@@ -221,7 +224,9 @@ class LocalLearner:
         """
         self._model = model
         self._temperature, self._microbatch_tokens = temperature, microbatch_tokens
-        self._reference, self._entropy = reference, entropy
+        self._forward = Forward(model)
+        self._reference: Forward | PreTrainedModel | Callable[[], PreTrainedModel] | None = reference
+        self._entropy = entropy
         self._refreshed = False
         self._steps = Steps(model.parameters(), optimizer, total_updates)
 
@@ -232,12 +237,12 @@ class LocalLearner:
         Raises:
             GroupwiseError: `reference` is asked for and there is none.
         """
-        model = self._reference_model() if reference else self._model
-        found = torch.zeros(batch.tokens.shape, dtype=torch.promote_types(model.dtype, torch.float32))
-        for index in microbatches(batch.lengths, self._microbatch_tokens):
-            part = batch.rows(index).to(model.device)
-            scored, _ = self._score(model, part, entropy=False)
-            found[index, : scored.shape[1]] = scored.cpu()
+        forward = self._reference_forward() if reference else self._forward
+        found = torch.zeros(batch.tokens.shape, dtype=torch.promote_types(self._model.dtype, torch.float32))
+        with forward.microbatches(batch, self._microbatch_tokens) as parts:
+            for index, part in parts:
+                scored, _ = self._score(forward, part, entropy=False)
+                found[index, : scored.shape[1]] = scored.cpu()
         return found
 
     def update(self, batch: Batch, loss: LossFn) -> dict[str, float]:
@@ -252,24 +257,26 @@ class LocalLearner:
 
         def accumulate() -> float:
             total = torch.zeros((), dtype=torch.float64, device=self._model.device)
-            for index in microbatches(batch.lengths, self._microbatch_tokens):
-                part = batch.rows(index).to(self._model.device)
-                logprobs, entropies = self._score(self._model, part, self._entropy)
-                value, metrics = loss(logprobs, entropies, part)
-                if value.requires_grad:
-                    value.backward()
-                total += value.detach()
-                for name, metric in metrics.items():
-                    sums[name] = sums.get(name, 0) + metric.detach().double()
+            with self._forward.microbatches(batch, self._microbatch_tokens) as parts:
+                for _, part in parts:
+                    value, metrics = loss(*self._score(self._forward, part, self._entropy), part)
+                    if value.requires_grad:
+                        value.backward()
+                    total += value.detach()
+                    for name, metric in metrics.items():
+                        sums[name] = sums.get(name, 0) + metric.detach().double()
             return total.item()
 
         taken = self._steps.take(accumulate)
         totals = {name: metric.tolist() for name, metric in sums.items()}
         return {name: value / count for name, (value, count) in totals.items() if count} | taken
 
-    def _score(self, model: PreTrainedModel, part: Batch, entropy: bool) -> tuple[Tensor, Tensor]:
-        inputs = (part.tokens, part.lengths, part.loss_mask)
-        return token_logprobs(model, *inputs, self._temperature, entropy)
+    def _score(self, forward: Forward, part: Batch, entropy: bool) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies, float[B, T]."""
+        mask = part.loss_mask
+        scored = score(forward.model, forward.states(part), part.tokens[mask], self._temperature, entropy)
+        zeros = torch.zeros(mask.shape, dtype=scored[0].dtype, device=mask.device)
+        return zeros.masked_scatter(mask, scored[0]), zeros.masked_scatter(mask, scored[1])
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors of the policy, on its device, not copied; of tied weights, the first name."""
@@ -304,8 +311,12 @@ class LocalLearner:
         self._steps.restore(path)
 
     def _reference_model(self) -> PreTrainedModel:
+        return self._reference_forward().model
+
+    def _reference_forward(self) -> Forward:
         if self._reference is None:
             raise GroupwiseError("log-probabilities of the reference policy are needed, but no reference was given")
-        if not isinstance(self._reference, PreTrainedModel):
-            self._reference = self._reference()
+        if not isinstance(self._reference, Forward):
+            model = self._reference if isinstance(self._reference, PreTrainedModel) else self._reference()
+            self._reference = Forward(model)
         return self._reference

@@ -126,16 +126,6 @@ def distinct(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def microbatches(lengths: Tensor, budget: int) -> Iterator[Tensor]:
-    """Row indices int64[n], rows of similar length together: rows times the longest stays within `budget` tokens."""
-    lengths, order = lengths.cpu().sort(descending=True, stable=True)
-    start = 0
-    while start < len(order):
-        rows = max(1, budget // max(1, int(lengths[start])))
-        yield order[start : start + rows]
-        start += rows
-
-
 def schedule(settings: Optimizer, update: int, total: int) -> float:
     """The share of the peak learning rate at the update with this index (from 0).
 

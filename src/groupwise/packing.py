@@ -1,0 +1,296 @@
+"""The group as the unit of compute: completions that share a prompt are scored in one row, the prompt once.
+
+    row = prompt A | response 1 | response 2 | ... | prompt B | response 1 | ...
+
+Every token runs through the linear layers once, without padding.  Attention alone knows the layout: a response sees its
+prompt and itself, nothing else.  As no token of a prompt depends on what follows it, log-probs are those of separate
+rows, and so is the gradient: that of a prompt is the sum over its responses.
+
+Shapes: T tokens of the packed row, H heads, D head size; a bucket has N prompts of equal length P and M responses of at
+most L tokens.  Nothing here knows an algorithm, and no algorithm knows that this exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from groupwise.model import hidden_states, states_before
+from groupwise.records import Batch
+
+LOG = logging.getLogger(__name__)
+NAME = "groupwise_packed"
+Index = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Prompts of one length and what follows them, as places in the packed row."""
+
+    prompts: Tensor
+    """int64[N, P]"""
+    owners: Tensor
+    """int64[M]: the prompt of each response."""
+    responses: Tensor
+    """int64[M, L]; past the end of a response, its last place again."""
+    inside: Tensor
+    """bool[M, L]: which of those are its own."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything is in a packed row."""
+
+    tokens: Tensor
+    """int64[1, T]"""
+    positions: Tensor
+    """int64[1, T]: of each token in its own sequence."""
+    buckets: tuple[Bucket, ...]
+    order: Tensor
+    """int64[T]: where the attention output of each place stands when the buckets' outputs are joined."""
+    before: Tensor
+    """int64[n]: the place from which each of the n loss tokens of the batch is predicted."""
+
+
+class Forward:
+    """How a model runs over a batch: packed where that is possible, else padded."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._config: Any = model.config.get_text_config()
+        self._usual: str = self._config._attn_implementation
+        self._obstacle = cannot_pack(model)
+        self._checked = False
+        if self._obstacle:
+            LOG.warning("%s, so prompts are not shared and rows are padded in training", self._obstacle)
+
+    @contextlib.contextmanager
+    def microbatches(self, batch: Batch, budget: int) -> Generator[Iterator[tuple[Tensor, Batch]]]:
+        """The rows that have loss tokens, in parts of at most `budget` tokens: (indices, rows on the device).
+
+        To be left after the backward pass, which may recompute parts of the forward pass.
+        """
+        rows = batch.loss_mask.any(-1).nonzero().squeeze(-1) if len(batch) else torch.arange(0)
+        scored = batch if len(rows) == len(batch) else batch.rows(rows)
+        if not self._obstacle and not self._checked and len(scored):
+            self._check(scored)
+        parts = padded_parts(scored.lengths, budget) if self._obstacle else packed_parts(scored, budget)
+        with self._attention(self._usual if self._obstacle else NAME):
+            yield ((rows[index], scored.rows(index).to(self.model.device)) for index in parts)
+
+    def states(self, batch: Batch) -> Tensor:
+        """float[n, D]: the state from which each of the n loss tokens is predicted, row by row."""
+        if self._obstacle:
+            return states_before(self.model, batch.tokens, batch.lengths, batch.loss_mask)
+        layout = lay_out(batch)
+        return hidden_states(self.model, layout.tokens, position_ids=layout.positions, layout=layout)[0, layout.before]
+
+    @contextlib.contextmanager
+    def _attention(self, name: str) -> Generator[None]:
+        before, self._config._attn_implementation = self._config._attn_implementation, name
+        try:
+            yield
+        finally:
+            self._config._attn_implementation = before
+
+    @torch.no_grad()
+    def _check(self, batch: Batch) -> None:
+        """Compare with the padded way on a few rows of the first batch; give packing up, loudly, where they differ."""
+        self._checked = True
+        part = batch.rows(torch.arange(min(3, len(batch)))).to(self.model.device)
+        with self._attention(NAME):
+            packed = self.states(part)
+        with self._attention(self._usual):
+            padded = states_before(self.model, part.tokens, part.lengths, part.loss_mask)
+        difference = float((packed - padded).abs().max() / padded.abs().max())
+        if not difference < 200 * torch.finfo(padded.dtype).eps:
+            self._obstacle = f"{type(self.model).__name__} differs by {difference:.2g} when its rows are packed"
+            LOG.warning("%s, so prompts are not shared and rows are padded in training", self._obstacle)
+
+
+# The layout ----------------------------------------------------------------------------------------------------------
+
+
+def split(batch: Batch) -> tuple[Index, list[bytes]]:
+    """For each row, the length of its prompt (what stands before its first loss token), and the prompt itself."""
+    tokens, mask = batch.tokens.cpu().numpy(), batch.loss_mask.cpu().numpy()
+    starts = mask.argmax(1).astype(np.int64) if len(batch) else np.zeros(0, dtype=np.int64)
+    return starts, [tokens[row, :start].tobytes() for row, start in enumerate(starts)]
+
+
+def lay_out(batch: Batch) -> Layout:
+    """Pack the rows of a batch; rows without loss tokens are left out."""
+    tokens, mask = batch.tokens.cpu().numpy(), batch.loss_mask.cpu().numpy()
+    starts, prompts = split(batch)
+    # The last loss token predicts nothing that is scored, so it and what follows it need no forward pass.
+    ends = mask.shape[1] - 1 - mask[:, ::-1].argmax(1)
+    row_tokens: list[Index] = []
+    positions: list[Index] = []
+    first = np.zeros(len(tokens), dtype=np.int64)  # place of a row's prompt, then of its response
+    rest = np.zeros(len(tokens), dtype=np.int64)
+    families: dict[bytes, list[int]] = {}
+    for row in np.flatnonzero(mask.any(1)):
+        families.setdefault(prompts[row], []).append(int(row))
+    place = 0
+    for rows in families.values():
+        length = int(starts[rows[0]])
+        pieces = [(0, length, rows[0])] + [(length, int(ends[row]), row) for row in rows]
+        for begin, end, row in pieces:
+            row_tokens.append(tokens[row, begin:end])
+            positions.append(np.arange(begin, end))
+        first[rows] = place
+        rest[rows] = place + length + np.cumsum([0, *(ends[row] - length for row in rows[:-1])])
+        place += length + int(sum(ends[row] - length for row in rows))
+    buckets, order = _bucket(list(families.values()), starts, ends, first, rest, place)
+    rows, columns = np.nonzero(mask)
+    inside_prompt = columns <= starts[rows]
+    before = np.where(inside_prompt, first[rows], rest[rows] - starts[rows]) + columns - 1
+    put = torch.as_tensor
+    device = batch.tokens.device
+    return Layout(
+        tokens=put(np.concatenate(row_tokens), device=device)[None],
+        positions=put(np.concatenate(positions), device=device)[None],
+        buckets=tuple(Bucket(*(put(array, device=device) for array in bucket)) for bucket in buckets),
+        order=put(order, device=device),
+        before=put(before, device=device),
+    )
+
+
+def _bucket(
+    families: list[list[int]], starts: Index, ends: Index, first: Index, rest: Index, total: int
+) -> tuple[list[tuple[Any, ...]], Index]:
+    """The arrays of each bucket, and `Layout.order`."""
+    by_length: dict[int, list[list[int]]] = {}
+    for rows in families:
+        by_length.setdefault(int(starts[rows[0]]), []).append(rows)
+    buckets: list[tuple[Any, ...]] = []
+    joined: list[Index] = []
+    for length, members in by_length.items():
+        prompts = first[[rows[0] for rows in members]][:, None] + np.arange(length)
+        rows = np.array([row for family in members for row in family])
+        owners = np.repeat(np.arange(len(members)), [len(family) for family in members])
+        lengths = ends[rows] - length
+        steps = np.arange(max(int(lengths.max()), 0))
+        responses = rest[rows][:, None] + np.minimum(steps, np.maximum(lengths - 1, 0)[:, None])
+        inside = steps < lengths[:, None]
+        buckets.append((prompts, owners, np.minimum(responses, total - 1), inside))
+        joined += [prompts.ravel(), responses[inside]]
+    order = np.empty(total, dtype=np.int64)
+    order[np.concatenate(joined)] = np.arange(total)
+    return buckets, order
+
+
+def packed_parts(batch: Batch, budget: int) -> Iterator[Tensor]:
+    """Row indices int64[n]: rows with one prompt together, at most `budget` tokens a part, the prompt counted once.
+
+    A prompt whose responses do not fit is forwarded once in each of its parts; a single row always fits.
+    """
+    starts, prompts = split(batch)
+    lengths = batch.lengths.cpu().numpy()
+    part: list[int] = []
+    used, current = 0, b""
+    for row in sorted(range(len(batch)), key=lambda row: (starts[row], prompts[row])):
+        cost = int(lengths[row] - starts[row])
+        shared = bool(part) and prompts[row] == current
+        if part and used + cost + (0 if shared else int(starts[row])) > budget:
+            yield torch.tensor(part)
+            part, used, shared = [], 0, False
+        part.append(row)
+        used += cost + (0 if shared else int(starts[row]))
+        current = prompts[row]
+    if part:
+        yield torch.tensor(part)
+
+
+def padded_parts(lengths: Tensor, budget: int) -> Iterator[Tensor]:
+    """Row indices int64[n], rows of similar length together: rows times the longest stays within `budget` tokens."""
+    lengths, order = lengths.cpu().sort(descending=True, stable=True)
+    start = 0
+    while start < len(order):
+        rows = max(1, budget // max(1, int(lengths[start])))
+        yield order[start : start + rows]
+        start += rows
+
+
+# Attention -----------------------------------------------------------------------------------------------------------
+
+
+def attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """transformers' attention interface, [1, H, T, D] -> [1, T, H, D], for a row laid out by `options["layout"]`."""
+    layout = cast(Layout, options["layout"])
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    outputs: list[Tensor] = []
+    for bucket in layout.buckets:
+        shape = bucket.prompts.shape[1], bucket.responses.shape[1]
+        pq, pk, pv = (states[bucket.prompts] for states in (q, k, v))
+        outputs.append(_attend(pq, pk, pv, 0, options).flatten(0, 1))
+        if shape[1]:
+            rq, rk, rv = (states[bucket.responses] for states in (q, k, v))
+            rk, rv = (torch.cat([p[bucket.owners], r], 1) for p, r in ((pk, rk), (pv, rv)))
+            outputs.append(_attend(rq, rk, rv, shape[0], options)[bucket.inside])
+    return torch.cat(outputs)[layout.order][None], None
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, before: int, options: dict[str, Any]) -> Tensor:
+    """Causal attention of [n, t, H, D] queries to [n, before + t, H, D] keys, whose first `before` come first.
+
+    Padding at the end of a response needs no mask: causality hides it from every real query.
+    """
+    q, k, v = (states.transpose(1, 2) for states in (q, k, v))
+    window, cap, scale = options.get("sliding_window"), options.get("softcap"), options["scaling"]
+    gqa = q.shape[1] != k.shape[1]
+    plain = before == 0 and (window is None or q.shape[2] <= window)
+    if plain and cap is None:
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa).transpose(1, 2)
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(before)
+    if window is not None:
+        seen = seen.triu(before - window + 1)
+    if cap is None:
+        out = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=gqa)
+        return out.transpose(1, 2)
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    logits = torch.tanh((q @ k.transpose(2, 3)) * scale / cap) * cap  # Gemma 2; no fused kernel has it
+    # transformers takes this softmax in float32, whatever the model's dtype.
+    weights = logits.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.float32).to(q.dtype)
+    return (weights @ v).transpose(1, 2)
+
+
+AttentionInterface.register(NAME, cast(Any, attention))
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """The layout says who sees whom; a mask of T x T would be all that packing saves, and more."""
+
+
+AttentionMaskInterface.register(NAME, cast(Any, _no_mask))
+
+
+# What can be packed --------------------------------------------------------------------------------------------------
+
+
+def cannot_pack(model: PreTrainedModel) -> str:
+    """Why this model's rows have to be padded; empty when they can be packed."""
+    flexible: Any = model
+    if "position_ids" not in inspect.signature(flexible.get_decoder().forward).parameters:
+        return f"{type(model).__name__} takes no position_ids"
+    types = set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
+    if strange := sorted(types - {"full_attention", "sliding_attention"}):
+        return f"{type(model).__name__} has layers of type {', '.join(strange)}"
+    if not flexible._supports_attention_backend and not flexible._supports_sdpa:
+        return f"{type(model).__name__} does not let its attention be replaced"
+    return ""
