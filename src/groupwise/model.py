@@ -268,9 +268,8 @@ def _disable_dropout(model: PreTrainedModel) -> None:
     not 1.  Evaluation mode would be enough, but transformers checkpoints gradients only in training mode.
     """
     for module in model.modules():
-        for name, child in module.named_children():
-            if isinstance(child, nn.Dropout):
-                setattr(module, name, nn.Identity())
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
