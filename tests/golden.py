@@ -73,6 +73,7 @@ def algorithm(axes: Axes, fixture: Mapping[str, Any]) -> Algorithm:
     statistics = {
         "none": None,
         "critic": None,
+        "greedy": None,
         "group_mean": GroupMean(),
         "leave_one_out": LeaveOneOut(),
         "length_weighted_mean": LengthWeightedMean(),

@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from groupwise.advantages import Gae, GroupMean, GroupStd, LeaveOneOut, SoftOverlong, group_is_flat, normalise
+from groupwise.advantages import (
+    BatchMean,
+    Gae,
+    GroupMean,
+    GroupStd,
+    LeaveOneOut,
+    MovingMean,
+    SoftOverlong,
+    group_is_flat,
+    normalise,
+    of_group,
+)
 from groupwise.algorithms import Algorithm, cautions
 from groupwise.losses import (
     KL,
@@ -180,7 +191,7 @@ def test_a_flat_group_has_no_advantage_and_an_invalid_rollout_none_either(name: 
     credited = algorithm.credit(some_rollouts())
     # A KL in the reward, process rewards and several reward functions make the flat group not flat any more.
     kl_in_reward = algorithm.kl is not None and algorithm.kl.placement != "loss"
-    if algorithm.baseline is not None and not kl_in_reward and algorithm.supervision == "outcome" and (
+    if of_group(algorithm.baseline) and not kl_in_reward and algorithm.supervision == "outcome" and (
         algorithm.combine == "sum_then_normalize"
     ):  # fmt: skip
         assert all(not r.advantages.any() for r in credited if r.group == 0)
@@ -334,6 +345,26 @@ def test_identities_of_the_baselines(values: list[float], a: float, b: float) ->
         np.testing.assert_allclose(moved, scaled, rtol=1e-6, atol=1e-6)
         population = normalise(rewards, groups, lengths, GroupMean(), GroupStd(ddof=0, eps=0.0))
         np.testing.assert_allclose(population, scaled * math.sqrt(size / (size - 1)), rtol=1e-9)
+
+
+def test_a_baseline_that_is_not_of_the_group_leaves_flat_groups_their_advantage() -> None:
+    rewards, groups = np.array([1.0, 1, 0, 0]), np.array([0, 0, 1, 1])
+    for baseline in (BatchMean(), MovingMean(mean=0.5)):
+        np.testing.assert_allclose(normalise(rewards, groups, np.ones(4), baseline, None), [0.5, 0.5, -0.5, -0.5])
+
+
+def test_coefficients_that_follow_the_run_move_from_step_to_step() -> None:
+    rollouts = some_rollouts()
+    mean = float(np.mean([r.reward for r in rollouts if r.valid]))
+    moved = Algorithm(baseline=MovingMean(decay=0.9, mean=1.0), scale=None).adapt(rollouts)
+    assert isinstance(moved.baseline, MovingMean)
+    assert moved.baseline.mean == pytest.approx(0.9 + 0.1 * mean)
+    low, high = (Algorithm(entropy=EntropyBonus(coef=0.1, target=t, delta=0.01)).adapt(rollouts) for t in (0.5, 1.5))
+    assert low.entropy is not None
+    assert high.entropy is not None
+    assert (low.entropy.coef, low.entropy.acting) == (pytest.approx(0.09), False)
+    assert (high.entropy.coef, high.entropy.acting) == (pytest.approx(0.11), True)
+    assert Algorithm().adapt(rollouts) == Algorithm()
 
 
 def test_no_rollouts_have_no_flat_groups() -> None:

@@ -20,8 +20,9 @@ FLOORS = (
     {"algorithms", "presets", "chat", "engines"},
     {"rollout", "tasks", "rewards"}
     | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
-    {"train", "evaluate", "checkpoint", "report", "log", "config"},
-    {"cli", "quickstart", "arithmetic"},
+    {"train", "evaluate", "checkpoint", "report", "log", "config", "explain"},
+    {"cli", "quickstart", "arithmetic"}
+    | {"foreign", "foreign.roll", "foreign.roll_algorithm", "foreign.trl", "foreign.trl_algorithm", "foreign.cli"},
 )
 SURFACE = {"", "__main__"}  # groupwise/__init__.py gathers the public names; nothing of ours imports it
 
@@ -39,7 +40,12 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "log": {"evaluate"},
     "train": {"config", "checkpoint", "evaluate", "log"},
     "quickstart": {"arithmetic"},
-    "cli": {"quickstart"},
+    "foreign.roll_algorithm": {"foreign"},
+    "foreign.roll": {"foreign", "foreign.roll_algorithm"},
+    "foreign.trl_algorithm": {"foreign"},
+    "foreign.trl": {"foreign", "foreign.trl_algorithm"},
+    "foreign.cli": {"foreign", "foreign.roll", "foreign.trl"},
+    "cli": {"quickstart", "foreign.cli"},
 }
 # An engine knows tensors and requests, never an algorithm, a task or the loop.
 ENGINES_MAY_IMPORT = {"engines", "model", "decoding", "packing", "records", "slots", "seeding", "errors"}

@@ -8,10 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from golden import PROMPT, credited, golden_cases, padded, whole_batch
+from golden import PROMPT, algorithm, credited, golden_cases, golden_files, padded, whole_batch
+
+from groupwise.advantages import KimiLength, SoftOverlong
+from groupwise.presets import PRESETS
 
 Case = Mapping[str, Any]
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+HYPERPARAMETERS = {  # any numbers: the presets of the file name the choices, its table the numbers
+    "dual_clip_c": 3.0, "ratio_floor": 0.0, "ratio_cap": 5.0, "tau_pos": 1.0, "tau_neg": 1.05, "k_pos": 2.0,
+    "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0, "opsm_delta": 0.5, "correction_high": 2.0, "kl_coef": 0.01,
+    "gamma": 1.0, "lam": 0.95, "top_fraction": 0.2, "micro_batches": [[0]],
+}  # fmt: skip
 
 
 def ragged(values: torch.Tensor, lengths: list[int]) -> list[list[float]]:
@@ -31,7 +39,8 @@ def test_golden(expected: Case, fixture: Case, axes: Case) -> None:
         assert_ragged([r.advantages[PROMPT:].tolist() for r in rollouts], expected["advantage_per_token"])
 
     batch = whole_batch(chosen, rollouts)
-    rows = [i for i, r in enumerate(rollouts) if not (chosen.drop_truncated and r.truncated)]
+    kept = chosen._structurally_kept(rollouts)
+    rows = [i for i, rollout in enumerate(rollouts) if any(rollout is other for other in kept)]
     new = padded(fixture["logp_new"], max(lengths) + PROMPT).requires_grad_()
     entropy = padded(fixture.get("entropy", fixture["logp_new"]), max(lengths) + PROMPT)
     width = batch.tokens.shape[1]
@@ -59,3 +68,31 @@ def test_golden(expected: Case, fixture: Case, axes: Case) -> None:
         assert values.grad is not None
         assert_ragged(ragged(values.grad, lengths), expected["grad_values_new"])
         assert_ragged([r.returns[PROMPT:].tolist() for r in rollouts], expected["returns"])
+
+
+def test_every_preset_of_the_file_is_the_point_of_the_product_space_that_it_names() -> None:
+    (file, *_) = golden_files()
+    for name, wanted in file["presets"].items():
+        mine = PRESETS["grpo_roll" if name == "grpo_roll_seed003" else name]
+        axes = file["axis_defaults"] | wanted["axes"] | HYPERPARAMETERS
+        theirs = algorithm(axes, {"L_max": None})
+        for slot in ("combine", "supervision", "ratio", "anchor"):
+            assert getattr(mine, slot) == getattr(theirs, slot), (name, slot)
+        for slot in ("baseline", "scale", "whiten", "surrogate", "correction", "kl", "aggregate", "credit_over_time"):
+            assert type(getattr(mine, slot)) is type(getattr(theirs, slot)), (name, slot)
+        if mine.kl is not None:
+            assert theirs.kl is not None
+            assert (mine.kl.estimator, mine.kl.placement, mine.kl.to) == (
+                theirs.kl.estimator, theirs.kl.placement, theirs.kl.to), name  # fmt: skip
+        assert mine.greedy_baseline == (wanted["axes"]["baseline"] == "greedy"), name
+        shaping = {"none": None, "soft_overlong": SoftOverlong, "kimi": KimiLength}[wanted["axes"]["length_shaping"]]
+        assert (mine.shaping if shaping is None else type(mine.shaping)) is shaping, name
+        assert mine.filter == wanted["axes"]["sample_filter"], name
+        assert (mine.selection is not None) == (wanted["axes"]["token_selection"] == "top_entropy"), name
+
+
+def test_there_are_forty_presets_and_one_more_as_dapo_is_written() -> None:
+    (file, *_) = golden_files()
+    names = {"grpo_roll" if name == "grpo_roll_seed003" else name for name in file["presets"]}
+    assert len(names) == 40
+    assert set(PRESETS) - names == {"dapo_as_written"}

@@ -9,19 +9,62 @@ An algorithm is a value (`gw.GRPO`, `gw.DAPO`, ...), a reward is a function, the
 
 from __future__ import annotations
 
+from groupwise.advantages import (
+    BatchMean,
+    BatchStd,
+    BetaDensity,
+    CosineLength,
+    Gae,
+    GroupMean,
+    GroupStd,
+    KimiLength,
+    LeaveOneOut,
+    LengthWeightedMean,
+    LinearLength,
+    ReturnToGo,
+    SoftOverlong,
+    StopProperly,
+    Whiten,
+)
 from groupwise.algorithms import Algorithm
 from groupwise.chat import Chat
 from groupwise.config import Checkpoint, Config, Data, Engine, Evaluation
 from groupwise.engines import Completion, Learner, Optimizer, Request, Sampler, Sampling
 from groupwise.errors import CheckpointError, ConfigError, DataError, GroupwiseError, ModelError, RewardError
 from groupwise.evaluate import Scores, evaluate
-from groupwise.losses import KL, Cispo, Clip, Dppo, Gmpo, LossInputs, Reinforce, Sapo, Topr, Unclipped, Vespo
+from groupwise.losses import (
+    KL,
+    Cispo,
+    Clip,
+    Dppo,
+    EntropyBonus,
+    Gmpo,
+    LossInputs,
+    Reinforce,
+    Sapo,
+    Topr,
+    Unclipped,
+    ValueLoss,
+    Vespo,
+)
 from groupwise.presets import CISPO, DAPO, DR_GRPO, GMPO, GRPO, GSPO, PRESETS, REINFORCE_PP, RLOO, SAPO
 from groupwise.records import Batch, Rollout, collate
 from groupwise.rewards import Reward
 from groupwise.slots import replace
 from groupwise.tasks import Task, read_rows
 from groupwise.train import Run, train
+from groupwise.weights import (
+    Decoupled,
+    Importance,
+    MicrobatchTokenMean,
+    OffPolicyMask,
+    PromptMean,
+    SequenceMean,
+    SequenceSum,
+    SequenceSumNorm,
+    TokenMean,
+    TopEntropy,
+)
 
 __version__ = "0.1.0"
 
@@ -39,6 +82,9 @@ __all__ = [
     "SAPO",
     "Algorithm",
     "Batch",
+    "BatchMean",
+    "BatchStd",
+    "BetaDensity",
     "Chat",
     "Checkpoint",
     "CheckpointError",
@@ -47,19 +93,34 @@ __all__ = [
     "Completion",
     "Config",
     "ConfigError",
+    "CosineLength",
     "Data",
     "DataError",
+    "Decoupled",
     "Dppo",
     "Engine",
+    "EntropyBonus",
     "Evaluation",
+    "Gae",
     "Gmpo",
+    "GroupMean",
+    "GroupStd",
     "GroupwiseError",
+    "Importance",
+    "KimiLength",
     "Learner",
+    "LeaveOneOut",
+    "LengthWeightedMean",
+    "LinearLength",
     "LossInputs",
+    "MicrobatchTokenMean",
     "ModelError",
+    "OffPolicyMask",
     "Optimizer",
+    "PromptMean",
     "Reinforce",
     "Request",
+    "ReturnToGo",
     "Reward",
     "RewardError",
     "Rollout",
@@ -68,10 +129,19 @@ __all__ = [
     "Sampling",
     "Sapo",
     "Scores",
+    "SequenceMean",
+    "SequenceSum",
+    "SequenceSumNorm",
+    "SoftOverlong",
+    "StopProperly",
     "Task",
+    "TokenMean",
+    "TopEntropy",
     "Topr",
     "Unclipped",
+    "ValueLoss",
     "Vespo",
+    "Whiten",
     "__version__",
     "collate",
     "evaluate",

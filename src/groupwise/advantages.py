@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from groupwise.slots import Slot
+from groupwise.slots import Slot, replace
 
 Array = NDArray[np.float64]
 Groups = NDArray[np.integer[Any]]
@@ -50,6 +50,11 @@ def group_is_flat(rewards: Array, groups: Groups) -> NDArray[np.bool_]:
     return (high == low)[member]
 
 
+def of_group(baseline: Statistic | None) -> bool:
+    """Whether a baseline equals the rewards of a group in which all are equal; assumed of a function of the user's."""
+    return baseline is not None and not isinstance(baseline, BatchMean | MovingMean)
+
+
 # Statistics ----------------------------------------------------------------------------------------------------------
 
 
@@ -57,6 +62,7 @@ class GroupMean(Slot):
     """The mean reward of the group: GRPO's baseline (arXiv:2402.03300); as a scale, MaxRL (arXiv:2602.02710)."""
 
     type: Literal["group_mean"] = "group_mean"
+    formula: ClassVar[str] = "mean_group"
 
     def __call__(self, rewards: Array, groups: Groups, lengths: Array) -> Array:
         return group_sum(rewards, groups) / group_size(groups)
@@ -66,15 +72,35 @@ class BatchMean(Slot):
     """The mean of all rewards of the step (REINFORCE with a batch baseline)."""
 
     type: Literal["batch_mean"] = "batch_mean"
+    formula: ClassVar[str] = "mean_batch"
 
     def __call__(self, rewards: Array, groups: Groups, lengths: Array) -> Array:
         return np.full_like(rewards, rewards.mean() if len(rewards) else 0.0)
+
+
+class MovingMean(Slot):
+    """A moving average of the mean reward, for groups of one: self-play's baseline (SPIRAL, arXiv:2506.24119)."""
+
+    type: Literal["ema"] = "ema"
+    formula: ClassVar[str] = "ema"
+    decay: float = Field(default=0.95, ge=0, lt=1)
+    """Share of the old average that is kept in a step."""
+    mean: float = 0.0
+    """Where it stands now; moves in every step."""
+
+    def __call__(self, rewards: Array, groups: Groups, lengths: Array) -> Array:
+        return np.full_like(rewards, self.mean)
+
+    def after_seeing(self, reward: float) -> MovingMean:
+        """The baseline for a step with this mean reward."""
+        return replace(self, mean=self.decay * self.mean + (1 - self.decay) * reward)
 
 
 class LeaveOneOut(Slot):
     """The mean reward of the others of the group: RLOO (arXiv:2402.14740)."""
 
     type: Literal["leave_one_out"] = "leave_one_out"
+    formula: ClassVar[str] = "mean_others"
 
     def __call__(self, rewards: Array, groups: Groups, lengths: Array) -> Array:
         return (group_sum(rewards, groups) - rewards) / np.maximum(group_size(groups) - 1, 1)
@@ -84,6 +110,7 @@ class LengthWeightedMean(Slot):
     """`sum(l r) / sum(l)` over the group: OPO's minimum-variance baseline (arXiv:2505.23585)."""
 
     type: Literal["length_weighted_mean"] = "length_weighted_mean"
+    formula: ClassVar[str] = "Σ |o| r / Σ |o|"
 
     def __call__(self, rewards: Array, groups: Groups, lengths: Array) -> Array:
         return group_sum(lengths * rewards, groups) / np.maximum(group_sum(lengths, groups), 1)
@@ -101,6 +128,10 @@ class GroupStd(Slot):
     eps: float = Field(default=1e-6, ge=0)
     """Added to the std."""
 
+    @property
+    def formula(self) -> str:
+        return f"std_group + {self.eps:g}"
+
     def __call__(self, rewards: Array, groups: Groups, lengths: Array) -> Array:
         size = group_size(groups)
         centred = rewards - group_sum(rewards, groups) / size
@@ -116,6 +147,10 @@ class BatchStd(Slot):
     eps: float = Field(default=1e-6, ge=0)
     """Added to the std."""
 
+    @property
+    def formula(self) -> str:
+        return f"std_batch + {self.eps:g}"
+
     def __call__(self, rewards: Array, groups: Groups, lengths: Array) -> Array:
         spread = math.sqrt(float(((rewards - rewards.mean()) ** 2).sum()) / max(len(rewards) - self.ddof, 1))
         return np.full_like(rewards, spread + self.eps)
@@ -128,6 +163,7 @@ class BetaDensity(Slot):
     """
 
     type: Literal["beta"] = "beta"
+    formula: ClassVar[str] = "f_Beta(mean_group)"
 
     def __call__(self, rewards: Array, groups: Groups, lengths: Array) -> Array:
         mean = group_sum(rewards, groups) / group_size(groups)
@@ -155,6 +191,11 @@ class SoftOverlong(Slot):
     limit: int | None = Field(default=None, ge=1)
     """Tokens; null takes `sampling.max_tokens`."""
 
+    @property
+    def formula(self) -> str:
+        limit, cache = self.limit or "max_tokens", self.cache_fraction
+        return f"clip(({1 - cache:g} · {limit} − |o|) / ({cache:g} · {limit}), −1, 0)"
+
     def __call__(self, rewards: Array, groups: Groups, lengths: Array, truncated: Bools) -> Array:
         assert self.limit is not None, "Algorithm.resolve fills the limit"
         cache = self.cache_fraction * self.limit
@@ -168,6 +209,10 @@ class KimiLength(Slot):
     type: Literal["kimi"] = "kimi"
     right_above: float = 0.5
     """An answer counts as right when its reward is greater than this."""
+
+    @property
+    def formula(self) -> str:
+        return f"0.5 − (|o| − shortest) / (longest − shortest), at most 0 unless r > {self.right_above:g}"
 
     def __call__(self, rewards: Array, groups: Groups, lengths: Array, truncated: Bools) -> Array:
         longest, shortest = np.zeros_like(lengths), np.zeros_like(lengths)
@@ -187,6 +232,10 @@ class LinearLength(Slot):
     """What a completion of the longest length loses."""
     limit: int | None = Field(default=None, ge=1)
     """Tokens; null takes `sampling.max_tokens`."""
+
+    @property
+    def formula(self) -> str:
+        return f"−{self.coef:g} |o| / {self.limit or 'max_tokens'}"
 
     def __call__(self, rewards: Array, groups: Groups, lengths: Array, truncated: Bools) -> Array:
         assert self.limit is not None, "Algorithm.resolve fills the limit"
@@ -211,6 +260,13 @@ class CosineLength(Slot):
     limit: int | None = Field(default=None, ge=1)
     """Tokens; null takes `sampling.max_tokens`."""
 
+    @property
+    def formula(self) -> str:
+        right, wrong = (self.right_short, self.right_long), (self.wrong_short, self.wrong_long)
+        ends = "if r > {:g} half a cosine from {:g} to {:g}, else from {:g} to {:g}"
+        text = ends.format(self.right_above, *right, *wrong)
+        return f"−r + ({text}, over {self.limit or 'max_tokens'} tokens)"
+
     def __call__(self, rewards: Array, groups: Groups, lengths: Array, truncated: Bools) -> Array:
         assert self.limit is not None, "Algorithm.resolve fills the limit"
         right = rewards > self.right_above
@@ -227,6 +283,10 @@ class StopProperly(Slot):
     coef: float = Field(default=0.0, ge=0, le=1)
     """Share of the reward that is kept."""
 
+    @property
+    def formula(self) -> str:
+        return f"−{1 - self.coef:g} r if truncated, else 0"
+
     def __call__(self, rewards: Array, groups: Groups, lengths: Array, truncated: Bools) -> Array:
         return np.where(truncated, (self.coef - 1) * rewards, 0.0)
 
@@ -237,10 +297,10 @@ class StopProperly(Slot):
 def normalise(
     rewards: Array, groups: Groups, lengths: Array, baseline: Statistic | None, scale: Statistic | None
 ) -> Array:
-    """`(reward - baseline) / scale`, N -> N; exactly 0 in a flat group when there is a baseline, and where the scale
-    is not positive."""
+    """`(reward - baseline) / scale`, N -> N; exactly 0 in a flat group when the baseline is one of the group, and
+    where the scale is not positive."""
     centred = rewards - baseline(rewards, groups, lengths) if baseline is not None else rewards
-    if baseline is not None:
+    if of_group(baseline):
         centred = np.where(group_is_flat(rewards, groups), 0.0, centred)
     if scale is None:
         return centred
@@ -258,6 +318,11 @@ class Whiten(Slot):
     """1: the sample variance; 0: the population variance."""
     eps: float = Field(default=0.0, ge=0)
     """Added to the variance."""
+
+    @property
+    def formula(self) -> str:
+        std = f"√(var + {self.eps:g})" if self.eps else "std"
+        return f"(A − mean) / {std}, over all {self.level}s"
 
     def __call__(self, values: Array) -> Array:
         if len(values) == 0 or values.max() == values.min():
@@ -280,6 +345,11 @@ class ReturnToGo(Slot):
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount of each token."""
 
+    @property
+    def formula(self) -> str:
+        discount = "" if self.gamma == 1 else f"{self.gamma:g}^(t'−t) "
+        return f"Σ_t'≥t {discount}r_t'"
+
     def __call__(self, rewards: Array, values: Array) -> tuple[Array, Array]:
         returns = _discounted_sum(rewards, self.gamma)
         return returns, returns
@@ -293,6 +363,11 @@ class Gae(Slot):
     """Discount of each token."""
     lam: float = Field(default=0.95, ge=0, le=1)
     """0 trusts the critic, 1 the rewards."""
+
+    @property
+    def formula(self) -> str:
+        discount = "" if self.gamma == 1 else f"{self.gamma:g} "
+        return f"Σ_k {self.gamma * self.lam:g}^k δ_t+k,  δ_t = r_t + {discount}V_t+1 − V_t"
 
     def __call__(self, rewards: Array, values: Array) -> tuple[Array, Array]:
         surprise = rewards + self.gamma * np.append(values[1:], 0.0) - values

@@ -35,6 +35,7 @@ from groupwise.advantages import (
     LeaveOneOut,
     LengthWeightedMean,
     LinearLength,
+    MovingMean,
     ReturnToGo,
     Shaping,
     SoftOverlong,
@@ -64,7 +65,7 @@ from groupwise.weights import (
 )
 
 Shapings = OneOf(SoftOverlong, KimiLength, LinearLength, CosineLength, StopProperly)
-Statistics = OneOf(GroupMean, BatchMean, LeaveOneOut, LengthWeightedMean, GroupStd, BatchStd, BetaDensity)
+Statistics = OneOf(GroupMean, BatchMean, MovingMean, LeaveOneOut, LengthWeightedMean, GroupStd, BatchStd, BetaDensity)
 Surrogates = OneOf(
     losses.Clip,
     losses.Reinforce,
@@ -96,7 +97,7 @@ class Algorithm(Slot):
     """Subtract, before anything else, the reward of the greedy completion of the same prompt (ReMax); it is sampled for
     this."""
     reward_clip: Annotated[float, Field(gt=0)] | None = None
-    """Normalised rewards are clipped to +- this."""
+    """Normalised rewards are clipped to +- this, and once more after a KL in the reward of the tokens (ROLL)."""
     credit_over_time: Annotated[Credit, OneOf(ReturnToGo, Gae)] = ReturnToGo()
     """Rewards along a completion to the advantage of each token."""
     whiten: Whiten | None = None
@@ -123,6 +124,8 @@ class Algorithm(Slot):
     """Weight of a token that the learner's policy would not have sampled with the same probability."""
     kl: KL | None = None
     """Penalty for leaving a reference policy."""
+    reward_kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Beside a `kl` in the loss: this much of `log pi_old - log pi_ref` comes off the reward of each token (ROLL)."""
     entropy: EntropyBonus | None = None
     """Bonus for a policy that stays undecided."""
     aggregate: Annotated[Aggregate, Aggregates] = TokenMean()
@@ -141,7 +144,7 @@ class Algorithm(Slot):
         """Which fields of a rollout have to be computed before the updates of a step."""
         # With a single update per step the old policy is the current one, and costs no pass of its own.
         old = updates_per_step > 1 or self._kl_in_reward
-        ref = self.kl is not None and self.kl.to == "ref" and self.kl.coef > 0
+        ref = self._kl_in_reward or (self.kl is not None and self.kl.to == "ref" and self.kl.coef > 0)
         wanted = {"old_logprobs": old, "ref_logprobs": ref, "values": self.critic is not None}
         return {name for name, needed in wanted.items() if needed}
 
@@ -155,11 +158,15 @@ class Algorithm(Slot):
         return replace(self, **changes) if changes else self
 
     def adapt(self, rollouts: Sequence[Rollout]) -> Algorithm:
-        """The algorithm for a step with these rollouts: coefficients that follow a target have moved."""
-        if self.entropy is None or self.entropy.target is None:
-            return self
+        """The algorithm for a step with these rollouts: coefficients that follow the run have moved."""
+        changes: dict[str, Slot] = {}
+        rewards = [rollout.reward for rollout in rollouts if rollout.valid]
+        if isinstance(self.baseline, MovingMean) and rewards:
+            changes["baseline"] = self.baseline.after_seeing(float(np.mean(rewards)))
         entropies = [_loss_tokens(r, r.entropies) for r in rollouts if r.entropies is not None]
-        return replace(self, entropy=self.entropy.after_seeing(float(np.concatenate(entropies).mean())))
+        if self.entropy is not None and self.entropy.target is not None and entropies:
+            changes["entropy"] = self.entropy.after_seeing(float(np.concatenate(entropies).mean()))
+        return replace(self, **changes) if changes else self
 
     # Rewards to advantages -------------------------------------------------------------------------------------------
 
@@ -178,9 +185,11 @@ class Algorithm(Slot):
         for owner, place, value in zip(owners, places, values, strict=True):
             if len(earned[owner]):
                 earned[owner][place] += value
-        if self.kl is not None and self.kl.placement == "reward_token":
+        if self._token_kl_coef:
             for reward, rollout in zip(earned, rollouts, strict=True):
-                reward -= self.kl.coef * sampled_kl(rollout)
+                reward -= self._token_kl_coef * sampled_kl(rollout)
+                if self.reward_clip is not None:
+                    reward.clip(-self.reward_clip, self.reward_clip, out=reward)
         return earned
 
     def _items(self, rollouts: Sequence[Rollout]) -> tuple[list[int], list[int], Array]:
@@ -325,8 +334,15 @@ class Algorithm(Slot):
         return (per_token * batch.weights).sum()
 
     @property
+    def _token_kl_coef(self) -> float:
+        """How much of the sampled KL comes off the reward of each token."""
+        own = self.kl.coef if self.kl is not None and self.kl.placement == "reward_token" else 0.0
+        return own + self.reward_kl_coef
+
+    @property
     def _kl_in_reward(self) -> bool:
-        return self.kl is not None and self.kl.placement != "loss" and self.kl.coef > 0
+        whole = self.kl is not None and self.kl.placement == "reward_sequence" and self.kl.coef > 0
+        return whole or self._token_kl_coef > 0
 
 
 def zero_variance(rollouts: Sequence[Rollout]) -> list[bool]:
@@ -366,7 +382,7 @@ def refusals(a: Algorithm) -> Iterator[tuple[bool, str]]:
     process = a.supervision == "process"
     varies = process or not isinstance(a.credit_over_time, ReturnToGo)
     kl_per_sequence = kl is not None and kl.placement == "reward_sequence"
-    kl_per_token = kl is not None and kl.placement == "reward_token"
+    kl_per_token = a.reward_kl_coef > 0 or (kl is not None and kl.placement == "reward_token")
     yield (
         kl is not None and kl.placement == "loss" and kl.estimator == "k1",
         "kl.estimator k1 in the loss has an expected gradient of zero and regularises nothing; use k2, k3 or k3_is",
@@ -374,6 +390,10 @@ def refusals(a: Algorithm) -> Iterator[tuple[bool, str]]:
     yield (
         kl is not None and kl.placement != "loss" and kl.estimator != "k1",
         "kl.estimator other than k1 in the reward pushes the wrong way; use k1, or placement: loss",
+    )
+    yield (
+        a.reward_kl_coef > 0 and (kl is None or kl.placement != "loss"),
+        "reward_kl_coef is a KL in the reward beside one in the loss; alone, it is kl: {placement: reward_token}",
     )
     yield (
         kl is not None and kl.placement != "loss" and kl.to != "ref",

@@ -1,4 +1,4 @@
-"""The command line: quickstart, train, eval, sample, config.
+"""The command line: quickstart, train, eval, sample, config, explain, import.
 
 Exit codes: 0 done; 2 the input is wrong (one message on standard error); 1 anything else.
 """
@@ -12,18 +12,21 @@ import traceback
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
+from groupwise.algorithms import Algorithm
 from groupwise.checkpoint import newest
 from groupwise.config import Config, Engine, apply, read_yaml, reference
-from groupwise.errors import CheckpointError, ConfigError, GroupwiseError
+from groupwise.errors import CheckpointError, ConfigError, GroupwiseError, did_you_mean
+from groupwise.foreign.cli import app as import_app
 from groupwise.presets import PRESETS
 
 HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
+app.add_typer(import_app, name="import")
 
 Settings = Annotated[
     list[str] | None,
@@ -120,6 +123,8 @@ def evaluate_model(
     from groupwise.evaluate import evaluate
     from groupwise.train import build
 
+    if any(text.startswith("sampling.temperature") for text in settings or ()):
+        raise ConfigError("sampling.temperature: is that of training; use evaluation.temperature")
     greedy = [] if samples > 1 else ["evaluation.temperature=0"]
     spread = ["evaluation.temperature=1"] if samples > 1 else []
     config = read_config(
@@ -194,6 +199,47 @@ def config(
         return
     for path, default, text in reference():
         print(f"{path}{f' (default: {default})' if default else ''}\n    {text}")
+
+
+@app.command()
+def explain(
+    subject: Annotated[str, typer.Argument(metavar="PRESET|RUN.yaml", help="An algorithm by name, or a run file.")],
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="PRESET|RUN.yaml", help="Compare it with this one.")
+    ] = None,
+    std: Annotated[
+        Literal["population", "sample"] | None,
+        typer.Option("--std", help="Which standard deviation rewards are scaled by."),
+    ] = None,
+    traceback: Traceback = False,
+) -> None:
+    """Show what an algorithm computes: its formula, its slots, its papers, and four completions worked through."""
+    from groupwise import explain as page
+
+    named = [(name, algorithm_of(name)) for name in (subject, against) if name is not None]
+    if std is not None:
+        named = [(name, page.with_std(algorithm, std)) for name, algorithm in named]
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    for number, part in enumerate(page.explain(*named[0], *named[1:])):
+        console.print(*([""] if number else []), part, sep="\n", highlight=False)
+
+
+def algorithm_of(name: str) -> Algorithm:
+    """The algorithm of a preset or of a run file.
+
+    Raises:
+        ConfigError: it is neither, or a setting of the file is wrong.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    if not Path(name).is_file():
+        hint = did_you_mean(name, PRESETS)
+        raise ConfigError(
+            f"{name}: no such algorithm or run file{hint}; accepted: {', '.join(PRESETS)}, or a .yaml file"
+        )
+    return Config.load(name).resolve().algorithm
 
 
 @app.command()

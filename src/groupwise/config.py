@@ -16,6 +16,7 @@ import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from groupwise.advantages import of_group
 from groupwise.algorithms import Algorithm, cautions
 from groupwise.engines import Optimizer, Sampling
 from groupwise.errors import ConfigError, did_you_mean
@@ -27,12 +28,15 @@ Tree = dict[str, Any]
 
 
 def algorithm_by_name(value: Any) -> Any:
-    """`dapo`, or `{preset: dapo, surrogate: {high: 0.3}}`, as an `Algorithm` or the settings of one."""
+    """`dapo`, or `{preset: dapo, surrogate: {high: 0.3}}`, as an `Algorithm` or the settings of one.
+
+    Without a preset the changes are to the default algorithm.
+    """
     if isinstance(value, str):
         return preset(value)
-    if isinstance(value, Mapping) and "preset" in value:
+    if isinstance(value, Mapping):
         settings = dict(cast(Mapping[str, Any], value))
-        base = preset(str(settings.pop("preset")))
+        base = preset(str(settings.pop("preset"))) if "preset" in settings else Algorithm()
         return merge(base.model_dump(mode="json"), settings)
     return value
 
@@ -169,7 +173,7 @@ class Config(Slot):
     def _problems(self) -> Iterator[tuple[bool, str]]:
         s = self.sampling
         yield (
-            self.group_size < 2 and self.algorithm.baseline is not None,
+            self.group_size < 2 and of_group(self.algorithm.baseline),
             f"group_size: {self.group_size}; a group of one has no baseline to beat: use 2 or more "
             "(8 is a good start), or an algorithm with baseline: none, such as reinforce",
         )
@@ -201,6 +205,11 @@ class Config(Slot):
             found.append("sampling_rounds has no effect without algorithm.filter: dynamic_sampling")
         if self.algorithm.critic is None and "critic_optimizer" in meant:
             found.append("critic_optimizer has no effect without algorithm.critic")
+        if self.algorithm.supervision == "process":
+            found.append(
+                "algorithm.supervision: process learns from Rollout.step_rewards alone, and no reward function fills "
+                "them: only a loop of your own can (see examples/own_loop.py)"
+            )
         if self.evaluation.data is None and self.evaluation.every:
             found.append("evaluation.every has no effect without evaluation.data")
         return found
@@ -331,24 +340,27 @@ def _explain(detail: ErrorDetails) -> str:
 
 def _description(owner: type[Slot] | None, name: str) -> str:
     field = owner.model_fields.get(name) if owner else None
-    return f"set {name}: {field.description}" if field and field.description else f"set {name}"
+    text = " ".join((field.description or "").split()) if field else ""
+    return f"set {name}: {text}" if text else f"set {name}"
 
 
 def _locate(loc: tuple[int | str, ...]) -> tuple[str, type[Slot] | None]:
     """The dotted path of an error without pydantic's own steps, and the slot that owns its last name."""
-    path, owner, members = "", cast("type[Slot] | None", Config), cast("OneOf | None", None)
+    path, below, members = "", cast("type[Slot] | None", Config), cast("OneOf | None", None)
+    owner = below
     for item in loc:
         if members is not None and item in members.members:
             # Pydantic names the member that was taken; the path that the user wrote does not.
-            owner, members = members.members[str(item)], None
+            below, members = members.members[str(item)], None
             continue
+        owner = below
         path += f"[{item}]" if isinstance(item, int) else f"{'.' if path else ''}{item}"
         field = owner.model_fields.get(str(item)) if owner is not None and isinstance(item, str) else None
         if field is None:
             continue
         members = next((note for note in field.metadata if isinstance(note, OneOf)), None)
-        below = _slot_in(field.annotation)
-        owner = below if below is not None or members is not None else owner
+        inner = _slot_in(field.annotation)
+        below = inner if inner is not None or members is not None else owner
     return path, owner
 
 
@@ -362,17 +374,21 @@ def _slot_in(annotation: Any) -> type[Slot] | None:
 # Reference -----------------------------------------------------------------------------------------------------------
 
 
-def reference(slot: type[Slot] = Config, prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """(dotted path, default, what it does) of each setting; a member of a family is `path[member]`."""
+def reference(slot: type[Slot] = Config, prefix: str = "", made: Slot | None = None) -> Iterator[tuple[str, str, str]]:
+    """(dotted path, default, what it does) of each setting; a member of a family is `path[member]`.
+
+    `made` is the value that stands in the tree when nothing is set; its settings are the defaults, not its class's.
+    """
     for name, field in slot.model_fields.items():
         below = _slot_in(field.annotation)
         path = f"{prefix}{name}"
         text = " ".join((field.description or "").split())
         if name == "type":
             continue
-        yield path, "required" if field.is_required() else _short(field.get_default()), text
+        default = field.get_default() if made is None else getattr(made, name)
+        yield path, "required" if field.is_required() else _short(default), text
         if below is not None:
-            yield from reference(below, f"{path}.")
+            yield from reference(below, f"{path}.", default if isinstance(default, below) else None)
         for member, choice in members_of(field.metadata).items():
             yield f"{path}[{member}]", "", " ".join((choice.__doc__ or "").split("\n\n")[0].split())
             yield from reference(choice, f"{path}[{member}].")
@@ -386,4 +402,5 @@ def members_of(metadata: Sequence[Any]) -> dict[str, type[Slot]]:
 def _short(value: Any) -> str:
     if isinstance(value, Slot):
         return str(getattr(value, "type", ""))
-    return yaml.safe_dump(value).split("\n")[0]
+    plain: Any = list(cast("tuple[Any, ...]", value)) if isinstance(value, tuple) else value
+    return yaml.safe_dump(plain, default_flow_style=True).split("\n")[0]

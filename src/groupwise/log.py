@@ -160,7 +160,7 @@ class RunLog:
                       "eval/completion_length": scores.completion_length})  # fmt: skip
         self._warn_of(
             [rollout.problem for rollout in scores.rollouts if not rollout.valid],
-            "such completions count as 0 held-out",
+            "such held-out completions count as 0",
         )
         low, high = scores.interval
         self.say(

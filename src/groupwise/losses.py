@@ -10,7 +10,7 @@ in the dtype it is given: float64 gives float64 numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -110,6 +110,7 @@ class Reinforce(Slot):
     """`-A log pi` (Williams 1992)."""
 
     type: Literal["reinforce"] = "reinforce"
+    formula: ClassVar[str] = "A log π"
 
     def __call__(self, x: LossInputs) -> PerToken:
         return -x.advantages * x.logprobs, {}
@@ -119,6 +120,7 @@ class Unclipped(Slot):
     """`-rho A`: the importance-weighted policy gradient, without a trust region."""
 
     type: Literal["unclipped"] = "unclipped"
+    formula: ClassVar[str] = "ρ A"
 
     def __call__(self, x: LossInputs) -> PerToken:
         return -x.log_ratio.exp() * x.advantages, {}
@@ -138,6 +140,11 @@ class Clip(Slot):
     """How far above 1 the ratio of a token with A > 0 counts."""
     dual: Annotated[float, Field(gt=1)] | None = None
     """Largest ratio that counts for A < 0; null for none."""
+
+    @property
+    def formula(self) -> str:
+        clipped = f"min(ρ A, clip(ρ, {1 - self.low:g}, {1 + self.high:g}) A)"
+        return clipped if self.dual is None else f"{clipped}, at least {self.dual:g} A if A < 0"
 
     def __call__(self, x: LossInputs) -> PerToken:
         ratio = x.log_ratio.exp()
@@ -162,6 +169,10 @@ class Cispo(Slot):
     cap: Positive = 5.0
     """Largest weight, an absolute ratio."""
 
+    @property
+    def formula(self) -> str:
+        return f"sg[clip(ρ, {self.floor:g}, {self.cap:g})] A log π"
+
     def __call__(self, x: LossInputs) -> PerToken:
         ratio = x.log_ratio.exp().detach()
         loss = -ratio.clamp(self.floor, self.cap) * x.advantages * x.logprobs
@@ -176,6 +187,10 @@ class Sapo(Slot):
     """How fast the weight of tokens with A > 0 falls away from ratio 1."""
     tau_neg: Positive = 1.05
     """The same for A < 0."""
+
+    @property
+    def formula(self) -> str:
+        return f"4/τ sigmoid(τ (ρ − 1)) A,  τ = {self.tau_pos:g} if A > 0 else {self.tau_neg:g}"
 
     def __call__(self, x: LossInputs) -> PerToken:
         tau = choose(x.advantages > 0, self.tau_pos, self.tau_neg, x.log_ratio)
@@ -194,6 +209,10 @@ class Gmpo(Slot):
     high: Positive = 0.4
     """How far above 0 the log-ratio of a token with A > 0 counts."""
 
+    @property
+    def formula(self) -> str:
+        return f"A exp(mean_t log ρ), log ρ at most {self.high:g} if A > 0, at least −{self.low:g} if A < 0"
+
     def __call__(self, x: LossInputs) -> PerToken:
         sign = x.advantages.sign()
         clipped = sign * torch.minimum(sign * x.log_ratio, sign * x.log_ratio.clamp(-self.low, self.high))
@@ -207,6 +226,7 @@ class Topr(Slot):
     """`-sg[1 if A > 0 else clip(rho, 0, 1)] A log pi`: TOPR, tapered off-policy REINFORCE (arXiv:2503.14286)."""
 
     type: Literal["topr"] = "topr"
+    formula: ClassVar[str] = "sg[1 if A > 0 else min(ρ, 1)] A log π"
 
     def __call__(self, x: LossInputs) -> PerToken:
         taper = torch.where(x.advantages > 0, 1.0, x.log_ratio.exp().clamp(max=1.0)).detach()
@@ -225,6 +245,12 @@ class Vespo(Slot):
     """Power of W for A < 0."""
     lambda_neg: NonNegative = 2.0
     """Decay with W for A < 0."""
+
+    @property
+    def formula(self) -> str:
+        positive, negative = (self.k_pos, self.lambda_pos), (self.k_neg, self.lambda_neg)
+        powers = "(k, λ) = ({:g}, {:g}) if A ≥ 0 else ({:g}, {:g})".format(*positive, *negative)
+        return f"sg[ρ^k exp(λ (1 − ρ))] A log π,  {powers}"
 
     def __call__(self, x: LossInputs) -> PerToken:
         log_w = x.log_ratio.detach()
@@ -248,6 +274,11 @@ class Dppo(Slot):
     """Largest allowed move of a token with A < 0, whose probability falls."""
     high: Positive = 0.2
     """Largest allowed move of a token with A > 0, whose probability rises."""
+
+    @property
+    def formula(self) -> str:
+        move = {"tv": "|π − μ|", "kl": "KL(μ, π)"}[self.divergence]
+        return f"ρ A, 0 where {move} > {self.high:g} if A > 0 and π > μ, > {self.low:g} if A < 0 and π < μ"
 
     def __call__(self, x: LossInputs) -> PerToken:
         p, mu = x.logprobs.detach().exp(), x.rollout.exp()
@@ -306,6 +337,13 @@ class KL(Slot):
     level: Literal["token", "sequence"] = "token"
     """Apply the estimator to each token's log-ratio, or to the completion's (Kimi k1.5), shared out over its tokens."""
 
+    @property
+    def formula(self) -> str:
+        estimate = {"k1": "d", "k2": "d² / 2", "k3": "e^−d − 1 + d", "k3_is": "(π / π_old) (e^−d − 1 + d)"}
+        other = {"ref": "π_ref", "old": "π_old", "rollout": "μ"}[self.to]
+        summed, shared = ("Σ_t ", " / |o|") if self.level == "sequence" else ("", "")
+        return f"{estimate[self.estimator]}{shared},  d = {summed}log(π / {other})"
+
     def __call__(self, x: LossInputs) -> Tensor:
         """The penalty of each token in the loss, without `coef`."""
         other = {"ref": x.ref, "old": x.old, "rollout": x.rollout}[self.to]
@@ -342,6 +380,11 @@ class EntropyBonus(Slot):
     acting: bool = True
     """Whether it applies in this step; with a target, set anew in every step."""
 
+    @property
+    def formula(self) -> str:
+        moving = f", the coefficient moving by {self.delta:g} a step to keep it at {self.target:g}"
+        return "entropy of π" + ("" if self.target is None else moving)
+
     def after_seeing(self, entropy: float) -> EntropyBonus:
         """The bonus for a step whose rollouts have this mean entropy."""
         if self.target is None:
@@ -361,6 +404,11 @@ class ValueLoss(Slot):
     """Weight of the value loss beside the policy's."""
     clip: Positive | None = 0.2
     """How far a value may move from the old one; null for any distance."""
+
+    @property
+    def formula(self) -> str:
+        error = "½ (V − R)²"
+        return error if self.clip is None else f"{error}, V within ±{self.clip:g} of V_old if that is worse"
 
     def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
         error = (values - returns) ** 2

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from groupwise.arithmetic import build_base_model, problems
 from groupwise.config import Config, apply
-from groupwise.evaluate import Scores
 from groupwise.errors import ConfigError
+from groupwise.evaluate import Scores
 from groupwise.train import Run, fresh_folder, train
 
 TRAIN_PROMPTS = 2000

@@ -13,7 +13,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, Protocol, TypeVar, cast, get_args, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import PydanticCustomError, core_schema
@@ -70,7 +70,10 @@ class OneOf:
             return load_code(value) if ":" in value else members({"type": self._known(value)})
         if isinstance(value, Mapping):
             settings = cast(Mapping[str, Any], value)
-            self._known(str(settings.get("type", "")))
+            if "type" not in settings:
+                accepted = ", ".join(self.members)
+                raise PydanticCustomError("no_type", "names no `type`; accepted: {accepted}", {"accepted": accepted})
+            self._known(str(settings["type"]))
         return members(value)
 
     def _known(self, name: str) -> str:
@@ -88,6 +91,21 @@ def spell(value: Any) -> Any:
     if isinstance(value, Slot):
         return value.model_dump(mode="json")
     return None if value is None else code_path(value)
+
+
+@runtime_checkable
+class Readable(Protocol):
+    """A piece of the objective that can say its formula, with its numbers filled in."""
+
+    @property
+    def formula(self) -> str:
+        """The letters are those of `groupwise explain`."""
+        ...
+
+
+def formula_of(value: object) -> str:
+    """How a slot's value reads in the objective; code that does not say is shown by its path."""
+    return value.formula if isinstance(value, Readable) else code_path(cast("Callable[..., Any]", value))
 
 
 _LOADED: dict[Path, Any] = {}

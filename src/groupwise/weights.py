@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -41,6 +41,7 @@ class TokenMean(Slot):
     """`1 / T`: every token counts the same (DAPO, arXiv:2503.14476)."""
 
     type: Literal["token-mean"] = "token-mean"
+    formula: ClassVar[str] = "1 / T"
 
     def __call__(self, mask: Tensor, groups: Tensor) -> Tensor:
         return mask / mask.sum().clamp(min=1)
@@ -50,6 +51,7 @@ class PromptMean(Slot):
     """`1 / (P n_g)`: every prompt counts the same, its tokens share its part (DAPO as written; ScaleRL)."""
 
     type: Literal["prompt-mean-token-mean"] = "prompt-mean-token-mean"
+    formula: ClassVar[str] = "1 / (P n_g)"
 
     def __call__(self, mask: Tensor, groups: Tensor) -> Tensor:
         _, member = groups.unique(return_inverse=True)
@@ -61,6 +63,7 @@ class SequenceMean(Slot):
     """`1 / (M |o|)`: every completion counts the same, its tokens share its part (GRPO, arXiv:2402.03300)."""
 
     type: Literal["seq-mean-token-mean"] = "seq-mean-token-mean"
+    formula: ClassVar[str] = "1 / (M |o|)"
 
     def __call__(self, mask: Tensor, groups: Tensor) -> Tensor:
         return mask / mask.sum(-1, keepdim=True).clamp(min=1) / max(len(mask), 1)
@@ -70,6 +73,7 @@ class SequenceSum(Slot):
     """`1 / M`: a completion counts by its length (RLOO)."""
 
     type: Literal["seq-mean-token-sum"] = "seq-mean-token-sum"
+    formula: ClassVar[str] = "1 / M"
 
     def __call__(self, mask: Tensor, groups: Tensor) -> Tensor:
         return mask / max(len(mask), 1)
@@ -81,6 +85,10 @@ class SequenceSumNorm(Slot):
     type: Literal["seq-mean-token-sum-norm"] = "seq-mean-token-sum-norm"
     length: int | None = Field(default=None, ge=1)
     """Tokens; null takes `sampling.max_tokens`."""
+
+    @property
+    def formula(self) -> str:
+        return f"1 / (M · {self.length or 'max_tokens'})"
 
     def __call__(self, mask: Tensor, groups: Tensor) -> Tensor:
         assert self.length is not None, "Algorithm.resolve fills the length"
@@ -100,6 +108,11 @@ class Decoupled(Slot):
     response: Literal["sequence", "token"] = "sequence"
     """Mean of the response tokens: within each completion first, or over all at once."""
 
+    @property
+    def formula(self) -> str:
+        others = {"sequence": "1 / (M (|o| − 1))", "token": "1 / (T − M)"}[self.response]
+        return f"{self.alpha:g} / M for the first token, {others} for the others"
+
     def __call__(self, mask: Tensor, groups: Tensor) -> Tensor:
         control = mask * (mask.cumsum(-1) == 1)
         inner = SequenceMean() if self.response == "sequence" else TokenMean()
@@ -115,6 +128,10 @@ class MicrobatchTokenMean(Slot):
     type: Literal["microbatch-token-mean"] = "microbatch-token-mean"
     rows: int = Field(default=8, ge=1)
     """Completions in a micro-batch."""
+
+    @property
+    def formula(self) -> str:
+        return f"1 / (n · tokens), in each of n micro-batches of {self.rows} completions"
 
     def __call__(self, mask: Tensor, groups: Tensor) -> Tensor:
         parts = mask.split(self.rows)
@@ -135,6 +152,11 @@ class TopEntropy(Slot):
     """Share of the tokens that is kept."""
     renormalise: bool = False
     """Divide by the number of kept tokens."""
+
+    @property
+    def formula(self) -> str:
+        kept = f"1 / {self.fraction:g}" if self.renormalise else "1"
+        return f"{kept} for the {self.fraction:.0%} of tokens with the largest entropy, else 0"
 
     def __call__(self, entropies: Tensor, mask: Tensor) -> Tensor:
         total = int(mask.sum())
@@ -167,6 +189,14 @@ class Importance(Slot):
     high: Positive | None = 2.0
     """Upper bound of r; null for none."""
 
+    @property
+    def formula(self) -> str:
+        level = {"token": "q", "sequence": "Π_t q", "geometric": "(Π_t q)^(1/|o|)"}[self.level]
+        low, high = f"{self.low:g}", "∞" if self.high is None else f"{self.high:g}"
+        inside = f"if {low} ≤ {level} ≤ {high} else 0"
+        modes = {"truncate": f"clip({level}, {low}, {high})", "mask": f"{level} {inside}", "reject": f"1 {inside}"}
+        return f"{modes[self.mode]},  q = π_old / μ"
+
     def __call__(self, x: LossInputs) -> Tensor:
         levels = {"token": token_level, "sequence": sequence_product_level, "geometric": sequence_level}
         log_r = levels[self.level](clamp_log_ratio(x.old - x.rollout), x.mask)
@@ -183,6 +213,10 @@ class OffPolicyMask(Slot):
     type: Literal["opsm"] = "opsm"
     delta: NonNegative = 0.5
     """Largest mean log-ratio, in nats a token."""
+
+    @property
+    def formula(self) -> str:
+        return f"0 if A < 0 and mean_t log(μ / π) > {self.delta:g}, else 1"
 
     def __call__(self, x: LossInputs) -> Tensor:
         drift = sequence_level(x.rollout - x.logprobs.detach(), x.mask)

@@ -1,0 +1,619 @@
+"""The command line: what it does, its exit codes, and one clear message for each mistake, before any sampling."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from texts import byte_tokenizer
+from toys import metrics, toy_folder, toy_rows
+
+from groupwise import cli
+from groupwise.arithmetic import Recipe, build_base_model
+from groupwise.config import Config, reference
+from groupwise.engines.local import LocalSampler
+from groupwise.log import RunLog
+
+SRC = Path(__file__).parents[1] / "src"
+REWARDS = """
+import math
+
+def low(rollout):
+    return float(rollout.text.split()[:1] in [[f"w{i}"] for i in range(2, 20)])
+
+def in_a_batch(prompts, completions, answer, **columns):
+    return [float(answer[i] in completions[i]) for i in range(len(completions))]
+
+def too_many(prompts, completions, **columns):
+    return [1.0] * (len(completions) + 1)
+
+def dictionary(rollout):
+    return {"score": 1.0}
+
+def raises(rollout):
+    return 1 / 0
+
+def not_a_number(rollout):
+    return math.nan
+
+def infinite(prompts, completions, **columns):
+    return [math.inf for _ in completions]
+
+def nothing(rollout):
+    return None
+
+def mistaken(a, b):
+    return 1.0
+
+def needs_solution(prompts, completions, solution):
+    return [0.0] * len(completions)
+"""
+TINY = ["sampling.max_tokens=4", "steps=2", "prompts_per_step=4", "group_size=4", "optimizer.learning_rate=1e-2"]
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Groupwise = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy_folder(tmp_path_factory.mktemp("models") / "toy")
+
+
+@pytest.fixture
+def here(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: model/, rows.jsonl, mine.py and run.yaml."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(model)
+    toy_rows(tmp_path / "rows.jsonl")
+    (tmp_path / "mine.py").write_text(REWARDS)
+    run = {"model": "model", "data": {"path": "rows.jsonl"}, "rewards": ["mine.py:low"], "steps": 2}
+    run |= {"prompts_per_step": 4, "group_size": 4, "sampling": {"max_tokens": 4}, "output": "run"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    return tmp_path
+
+
+@pytest.fixture
+def groupwise(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Groupwise:
+    """The `groupwise` command in this process; an exception that is no message is let through."""
+
+    def run(*arguments: str) -> Outcome:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["groupwise", *arguments])
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        captured = capsys.readouterr()
+        return Outcome(int(exit.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def no_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sample(*arguments: Any) -> Any:
+        raise AssertionError("something was sampled")
+
+    monkeypatch.setattr(LocalSampler, "sample", sample)
+
+
+def training(data: str = "rows.jsonl", reward: str = "mine.py:low", model: str = "model") -> list[str]:
+    return ["train", "--model", model, "--data", data, "--reward", reward, *TINY]
+
+
+def last_json(outcome: Outcome) -> dict[str, Any]:
+    return json.loads(outcome.out.splitlines()[-1])
+
+
+# -------------------------------------------------------------------------------------------------------------- train
+
+
+def test_a_run_file_is_trained(groupwise: Groupwise) -> None:
+    done = groupwise("train", "run.yaml")
+    assert done.code == 0
+    assert done.out == "trained model: run/model\n"
+    assert "step 2/2" in done.err
+    assert [record["step"] for record in metrics(Path("run"))] == [1, 2]
+    assert Path("run/model/config.json").is_file()
+
+
+def test_flags_and_overrides_are_trained(groupwise: Groupwise) -> None:
+    flags = ["--model", "model", "--data", "rows.jsonl", "--algorithm", "dapo", "--reward", "mine.py:in_a_batch"]
+    done = groupwise("train", *flags, "--reward", "mine.py:low", *TINY, "algorithm.surrogate.high=0.4", "--quiet")
+    assert done.code == 0
+    assert done.err == ""
+    (run,) = Path("runs").iterdir()
+    assert done.out == f"trained model: {run / 'model'}\n"
+    config = Config.load(run / "config.yaml")
+    assert config.algorithm.filter == "dynamic_sampling"
+    assert config.algorithm.surrogate.high == 0.4  # type: ignore[attr-defined]
+    assert [reward.title for reward in config.rewards] == ["in_a_batch", "low"]
+    assert {"reward/in_a_batch", "reward/low"} <= set(metrics(run)[0])
+
+
+def test_flags_and_overrides_lie_over_the_run_file(groupwise: Groupwise) -> None:
+    shown = groupwise("config", "run.yaml", "--algorithm", "rloo", "--data", "other.jsonl", "steps=7")
+    tree = yaml.safe_load(shown.out)
+    assert (tree["steps"], tree["data"]["path"], tree["model"]) == (7, "other.jsonl", "model")
+    assert tree["algorithm"]["baseline"]["type"] == "leave_one_out"
+
+
+def test_the_last_line_of_json_is_one_object(groupwise: Groupwise) -> None:
+    done = groupwise("train", "run.yaml", "--json", "evaluation.data.path=rows.jsonl", "evaluation.data.limit=8")
+    assert done.code == 0
+    result = last_json(done)
+    assert set(result) == {"run", "before", "after"}
+    assert result["run"] == "run"
+    assert 0 <= result["before"] <= 1
+    assert 0 <= result["after"] <= 1
+    assert last_json(groupwise("train", "run.yaml", "--json", "output=again"))["before"] is None
+
+
+def test_a_run_is_resumed(groupwise: Groupwise, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert groupwise("train", "run.yaml", "output=whole", "checkpoint.every=1").code == 0
+    original = RunLog.step
+
+    def dies(self: RunLog, step: int, *arguments: Any) -> None:
+        if step == 1:
+            raise KeyboardInterrupt
+        original(self, step, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunLog, "step", dies)
+        assert groupwise("train", "run.yaml", "checkpoint.every=1").code not in (0, 2)
+    resumed = groupwise("train", "--resume", "run")
+    assert resumed.code == 0
+    assert "continuing run after step 1" in resumed.err
+    assert "warning" not in resumed.err
+    assert metrics(Path("run"), timings=False) == metrics(Path("whole"), timings=False)
+    weights = [(Path(run) / "model/model.safetensors").read_bytes() for run in ("run", "whole")]
+    assert weights[0] == weights[1]
+
+
+def test_resuming_takes_no_other_settings(groupwise: Groupwise) -> None:
+    (Path("run")).mkdir()
+    refused = groupwise("train", "--resume", "run", "steps=9")
+    assert refused.code == 2
+    assert refused.err == "groupwise: --resume: continues with the settings of the run; pass no others\n"
+    refused = groupwise("train", "--resume", "run")
+    assert refused.code == 2
+    assert refused.err.startswith("groupwise: run: not a run folder (it has no config.yaml); pass the folder that")
+
+
+# ---------------------------------------------------------------------------------------- eval, sample, config, others
+
+
+def test_a_model_is_evaluated(groupwise: Groupwise) -> None:
+    done = groupwise("eval", "model", "--data", "rows.jsonl", "--reward", "mine.py:low", "sampling.max_tokens=4")
+    assert done.code == 0
+    lines = [line.rsplit(maxsplit=1)[0].strip() for line in done.out.splitlines()]
+    assert lines[0] == "low"
+    assert "95% interval of low" in done.out
+    assert "(32 prompts)" in done.out
+    assert "pass@1" in done.out
+
+
+def test_a_run_is_evaluated_with_pass_at_k(groupwise: Groupwise) -> None:
+    assert groupwise("train", "run.yaml", "optimizer.learning_rate=1e-2", "steps=20").code == 0
+    question = ["--data", "rows.jsonl", "--reward", "mine.py:low", "-k", "4", "sampling.max_tokens=4", "--json"]
+    done = groupwise("eval", "run", *question)
+    assert done.code == 0
+    result = last_json(done)
+    assert result["prompts"] == 32
+    assert 0 < result["pass@1"] < result["pass@2"] < result["pass@4"] <= 1
+    assert result["headline"] == result["mean/low"] == pytest.approx(result["pass@1"])
+    assert result["interval"][0] < result["headline"] < result["interval"][1]
+    assert last_json(groupwise("eval", "run/model", *question)) == result
+    assert last_json(groupwise("eval", "model", *question)) != result
+
+
+def test_json_has_no_nan(groupwise: Groupwise) -> None:
+    sometimes = "def f(rollout):\n    return 1.0 if rollout.text == '' or 'boxed' in rollout.text else 0 / 0\n"
+    Path("picky.py").write_text(sometimes)
+    question = ["--data", "rows.jsonl", "--reward", "picky.py:f", "sampling.max_tokens=4"]
+    done = groupwise("eval", "model", *question, "--json")
+    assert done.code == 0
+    assert last_json(done)["mean/f"] is None
+    assert "NaN" not in done.out
+    assert (
+        "warning: 32 of 32 completions have no reward and count as 0: rewards.f: raised ZeroDivisionError" in done.err
+    )
+
+
+def test_the_run_of_an_evaluation_has_to_have_ended(groupwise: Groupwise) -> None:
+    Path("run").mkdir()
+    Path("run/config.yaml").write_text("model: x")
+    refused = groupwise("eval", "run", "--data", "rows.jsonl", "--reward", "mine.py:low")
+    assert refused.code == 2
+    assert "run: a run without a trained model; finish it with `groupwise train --resume run`" in refused.err
+
+
+def test_a_temperature_without_effect_is_refused(groupwise: Groupwise) -> None:
+    question = ["eval", "model", "--data", "rows.jsonl", "--reward", "mine.py:low", "sampling.max_tokens=4"]
+    refused = groupwise(*question, "sampling.temperature=0.5")
+    assert refused.code == 2
+    assert "use evaluation.temperature" in refused.err
+    assert groupwise(*question, "evaluation.temperature=0.5").code == 0
+
+
+def test_a_model_is_asked(groupwise: Groupwise) -> None:
+    asked = groupwise("sample", "model", "w5 w6", "-n", "3", "--max-tokens", "4")
+    assert asked.code == 0
+    assert len(asked.out.splitlines()) == 3
+    assert all(word.startswith("w") for word in asked.out.split())
+    assert groupwise("sample", "model", "w5 w6", "-n", "3", "--max-tokens", "4") == asked
+    assert groupwise("sample", "model", "w5 w6", "-n", "3", "--max-tokens", "4", "--seed", "1") != asked
+    greedy = groupwise("sample", "model", "w5 w6", "-n", "2", "--max-tokens", "4", "--temperature", "0").out
+    assert len(set(greedy.splitlines())) == 1
+
+
+def test_what_cannot_be_asked_is_said(groupwise: Groupwise) -> None:
+    assert "PROMPT: '' has no tokens to continue; write a prompt" in groupwise("sample", "model", "").err
+    long = groupwise("sample", "model", "w5 " * 80)
+    assert long.code == 2
+    assert "a prompt of 80 tokens leaves no room in the context of 64; shorten it" in long.err
+
+
+def test_the_printed_config_reads_back(groupwise: Groupwise) -> None:
+    shown = groupwise("config", "run.yaml", "--algorithm", "dr_grpo")
+    assert shown.code == 0
+    Path("again.yaml").write_text(shown.out)
+    assert groupwise("config", "again.yaml").out == shown.out
+    assert Config.load("again.yaml") == Config.load("run.yaml", ["algorithm=dr_grpo"]).resolve()
+
+
+def test_the_reference_has_every_setting(groupwise: Groupwise) -> None:
+    shown = groupwise("config", "--reference")
+    assert shown.code == 0
+    told = [line.split(" (default")[0] for line in shown.out.splitlines() if not line.startswith(" ")]
+    assert told == [path for path, _, _ in reference()]
+    assert {"model", "data.path", "algorithm.surrogate[clip].high", "optimizer.learning_rate"} <= set(told)
+    assert "    Peak learning rate." in shown.out
+
+
+def test_help_lists_the_commands(groupwise: Groupwise) -> None:
+    assert groupwise("--help").code == 0
+    assert "quickstart" in groupwise("-h").out
+
+
+def test_a_wrong_command_or_option_is_a_usage_error(groupwise: Groupwise) -> None:
+    for arguments in (["traiin"], ["train", "--modle", "x"], ["eval", "model", "--data", "rows.jsonl"]):
+        refused = groupwise(*arguments)
+        assert refused.code == 2
+        assert refused.out == ""
+        assert "Usage: groupwise" in refused.err
+        assert "Traceback" not in refused.err
+
+
+# ---------------------------------------------------------------------------------------------------------- quickstart
+
+SMALL = Recipe(layers=1, hidden=32, intermediate=32, heads=2, steps=2, batch=4)
+QUICK = ["steps=2", "prompts_per_step=2", "group_size=2", "sampling.max_tokens=6", "evaluation.data.limit=4"]
+
+
+@pytest.fixture
+def small_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("groupwise.quickstart.build_base_model", partial(build_base_model, recipe=SMALL))
+
+
+@pytest.mark.usefixtures("small_recipe")
+def test_the_quickstart_shows_what_it_did_and_is_cached(groupwise: Groupwise) -> None:
+    first = groupwise("quickstart", "--json", *QUICK)
+    assert first.code == 0
+    result = last_json(first)
+    assert set(result) == {"before", "after", "seconds", "run"}
+    assert len(first.out.splitlines()) == 1
+    assert 0 <= result["before"] <= 1
+    assert result["seconds"] > 0
+    run = Path(result["run"])
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.jsonl", "rollouts", "checkpoints", "model"}
+    assert "building a base model" in first.err
+    assert "step 2/2" in first.err
+    assert first.err.count("advantage") >= 2, "groups of the first and the last step"
+    assert "What the training changed" in first.err
+    assert f"groupwise sample {run}" in first.err
+
+    second = groupwise("quickstart", "--json", *QUICK)
+    assert second.code == 0
+    assert "base model: runs/base-models/seed-0 (cached)" in second.err
+    again = last_json(second)
+    assert again["run"] != result["run"]
+    assert (again["before"], again["after"]) == (result["before"], result["after"])
+    weights = [(Path(r["run"]) / "model/model.safetensors").read_bytes() for r in (result, again)]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.usefixtures("small_recipe")
+def test_the_seed_of_the_quickstart_changes_the_model_and_the_prompts(groupwise: Groupwise) -> None:
+    for seed in ("0", "1"):
+        assert groupwise("quickstart", "--seed", seed, "--quiet", *QUICK).code == 0
+    for file in ("data/seed-{}/train.jsonl", "data/seed-{}/held_out.jsonl", "base-models/seed-{}/model.safetensors"):
+        contents = [(Path("runs") / file.format(seed)).read_bytes() for seed in (0, 1)]
+        assert contents[0] != contents[1]
+
+
+@pytest.mark.usefixtures("small_recipe")
+def test_the_quickstart_takes_other_rewards_and_algorithms(groupwise: Groupwise) -> None:
+    done = groupwise("quickstart", "--algorithm", "dapo", *QUICK, "rewards=[math_answer]")
+    assert done.code == 0
+    assert "well formatted" not in done.err
+
+
+@pytest.mark.usefixtures("small_recipe")
+def test_the_quickstart_compares_before_and_after(groupwise: Groupwise) -> None:
+    refused = groupwise("quickstart", *QUICK[:-1], "evaluation.data=null")
+    assert refused.code == 2
+    assert "evaluation.data: null; the quickstart compares before and after" in refused.err
+
+
+# ---------------------------------------------------------------------------------------- mistakes, before any sampling
+
+
+def a_file(name: str, content: str) -> Callable[[], None]:
+    return lambda: Path(name).write_text(content) and None
+
+
+def some_rows(name: str, row: Any) -> Callable[[], None]:
+    return lambda: toy_rows(Path(name), [row] * 20) and None
+
+
+def a_used_folder() -> None:
+    Path("used").mkdir()
+    Path("used/config.yaml").write_text("model: x")
+
+
+MESSAGES = [{"role": "user", "content": "w5"}]
+TRIED = (
+    r"when tried on rows[0] with the completion '\\boxed{w5}', before any sampling; accepted: a finite number for any"
+)
+MISTAKES: dict[str, tuple[list[str], list[str], Callable[[], None] | None]] = {
+    # name: (arguments, what the message has to say, what has to be there)
+    "a typo in a key": (
+        [*training(), "optimizer.lerning_rate=1"],
+        ["optimizer.lerning_rate: no such setting (did you mean learning_rate?); accepted: learning_rate, betas"],
+        None,
+    ),
+    "a typo inside the algorithm": (
+        [*training(), "algorithm.surrogate.clip_hihg=1"],
+        ["algorithm.surrogate.clip_hihg: no such setting (did you mean high?); accepted: type, low, high"],
+        None,
+    ),
+    "a typo in the run file": (
+        ["train", "typo.yaml"],
+        [
+            "stepz: no such setting (did you mean steps?)",
+            "model: missing; set model: Folder or hub id",
+            "data: missing",
+        ],
+        a_file("typo.yaml", "stepz: 3"),
+    ),
+    "a value that is no YAML": ([*training(), "steps=["], ["steps: '[' is not valid YAML"], None),
+    "a wrong value": ([*training(), "steps=0"], ["steps: 0; input should be greater than or equal to 1"], None),
+    "a missing run file": (["train", "no.yaml"], ["no.yaml: no such run file; write one, or give settings as"], None),
+    "two run files": (["train", "run.yaml", "b.yaml"], ["b.yaml: a second run file; pass one"], None),
+    "nothing at all": (["train"], ["model: missing", "data: missing; set data: The prompts", "rewards: missing"], None),
+    "a missing prompt column": (
+        training(data="other.jsonl"),
+        [
+            "data.prompt_column: rows[0] has no column 'prompt' (did you mean prompts?); columns: prompts, answer; ",
+            "set",
+        ],
+        some_rows("other.jsonl", {"prompts": "w3", "answer": "w4"}),
+    ),
+    "a missing column of a built-in reward": (
+        training(data="other.jsonl", reward="math_answer"),
+        ["rewards.math_answer: needs the column 'answer', which no row has (did you mean answers?); columns: prompt,"],
+        some_rows("other.jsonl", {"prompt": "w3", "answers": "w4"}),
+    ),
+    "a missing column of a reward with TRL's signature": (
+        training(reward="mine.py:needs_solution"),
+        ["rewards.needs_solution: needs the column 'solution', which no row has; columns: prompt, answer; rename"],
+        None,
+    ),
+    "a model folder that is not there": (
+        training(model="./modle"),
+        ["./modle: looked for a folder ", "/modle, but there is no such folder; give a folder that save_pretrained"],
+        None,
+    ),
+    "a model that is neither a folder nor on the hub": (
+        training(model="modle"),
+        ["modle: looked for a folder ", "/modle, no such folder; as a hub id it cannot be read", "; give a folder"],
+        None,
+    ),
+    "an empty dataset": (
+        training(data="empty.jsonl"),
+        ["data.path: empty.jsonl: it has no rows; accepted: at least one row with a prompt"],
+        a_file("empty.jsonl", "\n"),
+    ),
+    "a dataset that is not there": (
+        training(data="row.jsonl"),
+        ["data.path: row.jsonl: no such file (did you mean rows.jsonl?); accepted: a .jsonl", "or a Hub id such as"],
+        None,
+    ),
+    "a dataset that is no text": (
+        training(data="latin.jsonl"),
+        ["data.path: latin.jsonl: not UTF-8: ", "; save it as UTF-8"],
+        lambda: Path("latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1")) and None,
+    ),
+    "a prompt longer than the context": (
+        training(data="long.jsonl"),
+        [
+            "data.long_prompts: 20 of 20 prompts are too long: rows[0] has 70 tokens, and with sampling.max_tokens 4 "
+            "passes the model's context of 64; shorten them, lower sampling.max_tokens, take a model with a longer"
+        ],
+        some_rows("long.jsonl", {"prompt": "w3 " * 70}),
+    ),
+    "a group of one": (
+        [*training(), "group_size=1"],
+        ["group_size: 1; a group of one has no baseline to beat: use 2 or more (8 is a good start), or an algorithm"],
+        None,
+    ),
+    "fewer prompts than a step": (
+        [*training(), "prompts_per_step=33"],
+        ["data: 32 rows cannot fill a step of prompts_per_step 33; set prompts_per_step to at most 32, or add rows"],
+        None,
+    ),
+    "messages without a chat template": (
+        training(data="chat.jsonl"),
+        [
+            "model: its tokenizer has no chat template, so a prompt cannot be a list of messages; accepted: prompts "
+            "that are strings, or a tokenizer with a template (add chat_template.jinja"
+        ],
+        some_rows("chat.jsonl", {"prompt": MESSAGES}),
+    ),
+    "a run folder in use": (
+        [*training(), "output=used"],
+        ["used: holds a run already; continue it with `groupwise train --resume used`, or choose another folder with"],
+        a_used_folder,
+    ),
+    "an unknown reward": (
+        training(reward="math_answr"),
+        ["rewards[0].use: 'math_answr'; no such choice (did you mean math_answer?); accepted: math_answer, "],
+        None,
+    ),
+    "an unknown reward function": (
+        training(reward="mine.py:lo"),
+        ["rewards[0].use: 'mine.py:lo'; mine.py has no function lo (did you mean low?)"],
+        None,
+    ),
+    "a reward in a file that is not there": (
+        training(reward="yours.py:low"),
+        ["yours.py:low cannot be imported: no such file; write package.module:function or folder/file.py:function"],
+        None,
+    ),
+    "a reward in a file that is not Python": (
+        training(reward="broken.py:low"),
+        ["broken.py:low cannot be imported: ", "(broken.py, line 1); write package.module:function"],
+        a_file("broken.py", "def low(:\n"),
+    ),
+    "a reward with another signature": (
+        training(reward="mine.py:mistaken"),
+        ["rewards.mistaken: its signature is (a, b); accepted: f(rollout) -> float, or f(prompts, completions, **col"],
+        None,
+    ),
+    "a reward that returns the wrong length": (
+        training(reward="mine.py:too_many"),
+        ["rewards.too_many: returned 2 values for 1 completions; accepted: a list of 1 numbers, one per completion"],
+        None,
+    ),
+    "a reward that returns a dict": (
+        training(reward="mine.py:dictionary"),
+        ["rewards.dictionary: returned the dict {'score': 1.0}; accepted: one number for f(rollout)"],
+        None,
+    ),
+    "a reward that returns nothing": (
+        training(reward="mine.py:nothing"),
+        ["rewards.nothing: returned None; accepted: one number for f(rollout)"],
+        None,
+    ),
+    "a reward that raises": (
+        training(reward="mine.py:raises"),
+        ["rewards.raises: raised ZeroDivisionError: division by zero (mine.py:17) " + TRIED, "set `trial: false`"],
+        None,
+    ),
+    "a reward that returns nan": (
+        training(reward="mine.py:not_a_number"),
+        ["rewards.not_a_number: returned nan " + TRIED, "set `trial: false` on rewards.not_a_number"],
+        None,
+    ),
+    "a reward that returns inf": (
+        training(reward="mine.py:infinite"),
+        ["rewards.infinite: returned inf " + TRIED, "set `trial: false` on rewards.infinite"],
+        None,
+    ),
+    "an unknown algorithm": (
+        [*training(), "--algorithm", "dap"],
+        ["algorithm: 'dap'; no such algorithm (did you mean dapo?); accepted: grpo, "],
+        None,
+    ),
+    "a device that is not there": (
+        [*training(), "engine.device=cuda:99"],
+        ["engine.device: cuda:99; torch sees ", "use auto or cpu"],
+        None,
+    ),
+}
+
+
+@pytest.mark.usefixtures("no_sampling")
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gives_one_clear_message_before_any_sampling(mistake: str, groupwise: Groupwise) -> None:
+    arguments, said, prepare = MISTAKES[mistake]
+    if prepare is not None:
+        prepare()
+    before = sorted(Path().rglob("*"))
+    refused = groupwise(*arguments)
+    assert refused.code == 2
+    assert refused.out == ""
+    assert refused.err.startswith("groupwise: ")
+    assert refused.err.count("groupwise: ") == 1
+    assert "Traceback" not in refused.err
+    for text in said:
+        assert text in refused.err
+    left = [path for path in sorted(Path().rglob("*")) if "__pycache__" not in path.parts]
+    assert left == before, "a refused run leaves nothing"
+
+
+def test_a_traceback_is_shown_on_demand(groupwise: Groupwise) -> None:
+    refused = groupwise(*training(model="./modle"), "--traceback")
+    assert refused.code == 2
+    assert "Traceback (most recent call last)" in refused.err
+    assert refused.err.splitlines()[-1].startswith("groupwise: ./modle: looked for a folder")
+
+
+def test_what_is_not_the_users_mistake_is_not_hidden(groupwise: Groupwise, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any) -> None:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(RunLog, "step", broken)
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        groupwise(*training())
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
+
+
+def process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "groupwise.cli", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_process_exits_with_the_code_of_its_outcome() -> None:
+    done = process("train", "run.yaml", "--json", "-q", "steps=1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout.splitlines()[-1])["run"] == "run"
+    refused = process("train", "run.yaml", "steps=1")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("groupwise: run: holds a run already")
+    assert len(refused.stderr.splitlines()) == 1
+
+
+def test_a_chat_model_is_asked_with_its_template(here: Path, groupwise: Groupwise, tmp_path: Path) -> None:
+    folder = toy_folder(tmp_path / "chat", vocab_size=300)
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder)
+    asked: list[str] = []
+    sample = LocalSampler.sample
+
+    def listening(self: LocalSampler, requests: Any, sampling: Any) -> Any:
+        asked.append(tokenizer.decode(requests[0].prompt))
+        return sample(self, requests, sampling)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalSampler, "sample", listening)
+        assert groupwise("sample", str(folder), "2+2?", "--max-tokens", "2").code == 0
+        assert groupwise("sample", str(folder), "2+2?", "--max-tokens", "2", "--raw").code == 0
+    assert asked == ["<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n", "2+2?"]
