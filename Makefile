@@ -5,7 +5,7 @@ READY := .venv/.ready
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help quickstart test check fix docs
+.PHONY: help quickstart test check fix bench docs
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -26,6 +26,9 @@ check: $(READY) ## lint, format, types; then where a size budget is passed
 fix: $(READY) ## mend what lint and format can mend by themselves
 	$(BIN)/ruff check --fix --exit-zero .
 	$(BIN)/ruff format .
+
+bench: $(READY) ## measure and rewrite docs/benchmarks.md (half an hour; keep the machine quiet)
+	for one in seeds algorithms ppo length_bias against_trl; do $(BIN)/python -m benchmarks.$$one || exit 1; done
 
 docs: $(READY) ## regenerate the generated pages
 	$(BIN)/python tools/docs.py

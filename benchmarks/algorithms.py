@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks.common import DOCS, Measured, machine, publish, quickstart, table
 from tools.plot import Series, chart
+
+from benchmarks.common import DOCS, Measured, machine, publish, quickstart, table
 
 ALGORITHMS: dict[str, tuple[str, ...]] = {
     "grpo": (),
@@ -25,7 +26,10 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 
 def smooth(values: list[float], width: int = 5) -> list[float]:
     """The mean of each value and those up to `width - 1` before it."""
-    return [sum(values[max(0, i - width + 1) : i + 1]) / len(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
+    return [
+        sum(values[max(0, i - width + 1) : i + 1]) / len(values[max(0, i - width + 1) : i + 1])
+        for i in range(len(values))
+    ]
 
 
 def main() -> None:
@@ -36,7 +40,9 @@ def main() -> None:
     for name, extra in ALGORITHMS.items():
         measured[name] = quickstart(home, "--seed", "0", "--algorithm", name, *extra)
         print(name, measured[name].result, flush=True)
-    curves = [Series(name, smooth([step["reward/math_answer"] for step in one.steps])) for name, one in measured.items()]
+    curves = [
+        Series(name, smooth([step["reward/math_answer"] for step in one.steps])) for name, one in measured.items()
+    ]
     (DOCS / "benchmarks").mkdir(parents=True, exist_ok=True)
     picture = chart("Accuracy of sampled answers (mean of 5 steps)", curves, x_label="step")
     (DOCS / "benchmarks" / "algorithms.svg").write_text(picture)

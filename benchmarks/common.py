@@ -87,7 +87,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def publish(name: str, title: str, text: str, data: Any, where: dict[str, str]) -> None:
-    """Write `docs/benchmarks/NAME.json` and the section NAME of `docs/benchmarks.md`, leaving the others as they are."""
+    """Write `docs/benchmarks/NAME.json` and the section NAME of `docs/benchmarks.md`, leaving the others alone."""
     (DOCS / "benchmarks").mkdir(parents=True, exist_ok=True)
     (DOCS / "benchmarks" / f"{name}.json").write_text(json.dumps({"machine": where, "data": data}, indent=1) + "\n")
     page = DOCS / "benchmarks.md"
@@ -97,9 +97,6 @@ def publish(name: str, title: str, text: str, data: Any, where: dict[str, str]) 
     command = f"```\npython -m benchmarks.{name}\n```"
     section = f"<!-- {name} -->\n\n## {title}\n\n{command}\n\n{text.strip()}\n\n{measured}\n\n<!-- end {name} -->\n"
     pattern = re.compile(rf"<!-- {name} -->.*<!-- end {name} -->\n", re.DOTALL)
-    if pattern.search(content):
-        content = pattern.sub(lambda _: section, content)
-    else:
-        content = f"{content.rstrip()}\n\n{section}"
-    page.write_text(content)
+    replaced, found = pattern.subn(lambda _: section, content)
+    page.write_text(replaced if found else f"{content.rstrip()}\n\n{section}")
     print(text)

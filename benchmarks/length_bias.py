@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
+from tools.plot import Series, chart
 
 from benchmarks.common import DOCS, Measured, machine, publish, quickstart, table
-from tools.plot import Series, chart
 
 SEEDS = (0, 1, 2)
 ALGORITHMS = {"grpo": ("algorithm.kl=none",), "dr_grpo": ()}
@@ -52,11 +52,13 @@ def main() -> None:
     ]
     head = ("algorithm", "first third", "middle", "last third", "accuracy after, by seed")
     text = (
-        f"Mean tokens of wrong completions, over {len(SEEDS)} seeds. A wrong answer of this task is mostly a hasty one, "
-        "which is short; a careful one that went wrong is long.\n\n![lengths](benchmarks/length_bias.svg)\n\n"
+        f"Mean tokens of wrong completions, over {len(SEEDS)} seeds. A wrong answer of this task is mostly a hasty "
+        "one, which is short; a careful one that went wrong is long.\n\n![lengths](benchmarks/length_bias.svg)\n\n"
         + table(head, rows)
     )
-    publish("length_bias", "Length of wrong answers: GRPO against Dr. GRPO", text, {"curves": curves, "after": after}, where)
+    publish(
+        "length_bias", "Length of wrong answers: GRPO against Dr. GRPO", text, {"curves": curves, "after": after}, where
+    )
 
 
 if __name__ == "__main__":

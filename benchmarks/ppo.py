@@ -31,7 +31,8 @@ def main() -> None:
     }
     memory = {name: statistics.median(run.peak_mb for run in runs) for name, runs in measured.items()}
     rows = [
-        [f"`{name}`", f"{seconds[name]:.2f} s", f"{learning[name]:.2f} s", f"{memory[name]:.0f} MB"] for name in measured
+        [f"`{name}`", f"{seconds[name]:.2f} s", f"{learning[name]:.2f} s", f"{memory[name]:.0f} MB"]
+        for name in measured
     ]
     ratios = [f"{figures['ppo'] / figures['grpo']:.2f}" for figures in (seconds, learning, memory)]
     text = (
@@ -40,7 +41,9 @@ def main() -> None:
         "the memory of a model this small.\n\n"
         + table(("", "step", "learning part of it", "peak memory"), [*rows, ["PPO / GRPO", *ratios]])
     )
-    publish("ppo", "What PPO's critic costs", text, {"seconds": seconds, "learning": learning, "peak_mb": memory}, where)
+    publish(
+        "ppo", "What PPO's critic costs", text, {"seconds": seconds, "learning": learning, "peak_mb": memory}, where
+    )
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def algorithm(axes: Axes, fixture: Mapping[str, Any]) -> Algorithm:
         correction=_correction(axes),
         kl=_kl(axes),
         aggregate=_aggregate(axes, fixture),
-        critic=ValueLoss(coef=axes.get("vf_coef", 0.1), clip=axes.get("value_clip", 0.2)) if gae else None,
+        critic=ValueLoss(clip=axes.get("value_clip", 0.2)) if gae else None,
     )
 
 

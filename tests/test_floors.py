@@ -16,7 +16,7 @@ SRC = Path(__file__).parents[1] / "src" / "groupwise"
 
 FLOORS = (
     {"errors", "records", "seeding", "slots"},
-    {"advantages", "weights", "losses", "model", "decoding", "packing"},
+    {"advantages", "weights", "losses", "model", "lean", "decoding", "packing"},
     {"algorithms", "presets", "chat", "engines"},
     {"rollout", "tasks", "rewards"}
     | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
@@ -30,7 +30,7 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "records": {"errors"},
     "slots": {"errors"},
     "weights": {"losses"},
-    "decoding": {"model"},
+    "decoding": {"lean", "model"},
     "engines.critic": {"engines.steps"},
     "engines.local": {"engines.steps", "engines.critic"},
     "packing": {"model"},
@@ -48,7 +48,7 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "cli": {"quickstart", "foreign.cli"},
 }
 # An engine knows tensors and requests, never an algorithm, a task or the loop.
-ENGINES_MAY_IMPORT = {"engines", "model", "decoding", "packing", "records", "slots", "seeding", "errors"}
+ENGINES_MAY_IMPORT = {"engines", "model", "lean", "decoding", "packing", "records", "slots", "seeding", "errors"}
 
 # What `pip install groupwise` brings. pydantic_core, huggingface_hub and pyarrow come with pydantic, transformers
 # and datasets and are part of their interface.

@@ -174,7 +174,7 @@ class TestSampler:
         torch.testing.assert_close(untempered.float(), batch.rollout_logprobs, atol=1e-5, rtol=0)
 
     def test_each_prompt_is_forwarded_once_and_no_finished_row_is(self) -> None:
-        model = tiny_model("llama")
+        model = tiny_model("gpt2")
         counts = count_tokens_forwarded(model)
         answers = sampler_of(model, stop=range(20)).sample(requests((5, 5, 5)), Sampling(max_tokens=16))
         lengths = np.array([len(answer.tokens) for group in answers for answer in group])
@@ -184,7 +184,7 @@ class TestSampler:
         assert counts[1:] == [int((lengths > step).sum()) for step in range(1, lengths.max())]
 
     def test_waves_keep_within_the_budget(self) -> None:
-        model = tiny_model("llama")
+        model = tiny_model("gpt2")
         counts = count_tokens_forwarded(model)
         sampler_of(model, stop=(), max_batch_tokens=2 * GROUP * (5 + 3)).sample(
             requests((5,) * 5), Sampling(max_tokens=3)

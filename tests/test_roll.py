@@ -402,6 +402,12 @@ def test_todays_normalisation_keys_decide_for_reinforce_and_are_overwritten_for_
     assert "grpo always takes the group's" in note(found, "norm_mean_type")
 
 
+def test_the_aggregation_that_is_not_given_is_that_of_rolls_code_and_not_of_its_page() -> None:
+    silent = from_roll({key: value for key, value in SEED.items() if key != "loss_agg_mode"})
+    assert silent.tree["algorithm"]["aggregate"]["type"] == "seq-mean-token-mean"
+    assert any(line.startswith("loss_agg_mode: seq-mean-token-mean (ROLL's default)") for line in silent.notes)
+
+
 def test_other_keys_find_their_slots() -> None:
     assert imported(adv_estimator="gae", whiten_advantages=True, gamma=0.99, value_clip=0.5).critic is not None
     assert imported(use_kl_loss=False).kl is None

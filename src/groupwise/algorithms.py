@@ -328,7 +328,7 @@ class Algorithm(Slot):
         )
 
     def value_loss(self, values: Tensor, batch: Batch) -> Tensor:
-        """The critic's loss, with the same weights as the policy's and without `critic.coef`; `values` is [B, T]."""
+        """The critic's loss, with the same weights as the policy's; `values` is [B, T]."""
         assert self.critic is not None and batch.values is not None and batch.returns is not None
         per_token = self.critic(values.where(batch.loss_mask, 0.0), batch.values, batch.returns)
         return (per_token * batch.weights).sum()

@@ -57,11 +57,11 @@ def preset(name: str) -> Algorithm:
 
 
 def merge(base: Any, changes: Any) -> Any:
-    """`changes` laid over `base`; a member of another type replaces the one below it whole."""
+    """`changes` laid over `base`; a member that is named by its `type` starts from that type's own defaults."""
     if not isinstance(base, dict) or not isinstance(changes, Mapping):
         return changes
     under, over = cast(Tree, base), cast(Mapping[str, Any], changes)
-    if "type" in over and over["type"] != under.get("type"):
+    if "type" in over:
         return dict(over)
     return {**under, **{name: merge(under.get(name), value) for name, value in over.items()}}
 

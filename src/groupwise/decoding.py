@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, get_layer_types_and_kwargs
 
 from groupwise.errors import ModelError
+from groupwise.lean import Lean, differs
 from groupwise.model import entropy_of
 from groupwise.records import Floats, Ints
 
@@ -37,7 +38,9 @@ class Decoding:
     positions: Tensor
     """int64[B]: the position of the next token, which is how many stand before it."""
 
-    def __init__(self, model: PreTrainedModel, prompts: Sequence[Ints], counts: Sequence[int], most: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, prompts: Sequence[Ints], counts: Sequence[int], most: int, lean: bool = False
+    ) -> None:
         """Run every prompt once and spread what it leaves behind over its completions.
 
         Args:
@@ -45,6 +48,7 @@ class Decoding:
             prompts: N prompts, int32[<= P] each.
             counts: how many completions of each.
             most: R, most tokens of a completion.
+            lean: take steps the short way of `lean.py`; the model must be one that `is_lean`.
 
         Raises:
             ModelError: the model cannot be decoded this way; see `attention_windows`.
@@ -73,9 +77,36 @@ class Decoding:
         # Additive, because eager attention (Gemma 2) cannot take a boolean mask.
         self._mask = torch.zeros(unseen.shape, dtype=model.dtype, device=device)
         self._mask = self._mask.masked_fill_(unseen, -math.inf)[:, None, None]
+        self._padded = bool(padding.any())
+        self._lean = Lean(model, self._end + most) if lean else None
+        self._checked = False
+
+    @property
+    def lean(self) -> bool:
+        """Whether steps take the short way; False once it was found to differ from transformers' own."""
+        return self._lean is not None
 
     def step(self, tokens: Tensor) -> None:
         """Append one token to each row, int64[B]."""
+        if self._lean is None:
+            self._step(tokens)
+            return
+        caches = [layer.buffers for layer in self._layers]
+        mask = self._mask[..., : self._end + 1] if self._padded else None
+        hidden = self._lean.step(tokens, self.positions, caches, self._end, mask)
+        if self._checked:
+            self.hidden, self.positions = hidden, self.positions + 1
+            self._end += 1
+            for layer in self._layers:
+                layer.advance()
+            return
+        self._checked = True
+        self._step(tokens)
+        if differs(hidden, self.hidden):
+            self._lean = None
+
+    def _step(self, tokens: Tensor) -> None:
+        """The step as transformers takes it."""
         self._end += 1
         mask: Any = self._visible(self._window)
         if self._types is not None:
@@ -125,6 +156,14 @@ class _Layer(CacheLayerMixin):
         self._length = end
         start = 0 if self._window is None else max(0, end - self._window)
         return keys[:, :, start:end], values[:, :, start:end]
+
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        return self._buffers
+
+    def advance(self) -> None:
+        """A token was written into the buffers from outside."""
+        self._length += 1
 
     def move(self, source: Tensor, target: Tensor, rows: int) -> None:
         for buffer in self._buffers:

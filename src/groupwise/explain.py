@@ -170,7 +170,7 @@ def with_std(a: Algorithm, std: Literal["population", "sample"]) -> Algorithm:
         ConfigError: it divides by no standard deviation.
     """
     if not isinstance(a.scale, Slot) or "ddof" not in type(a.scale).model_fields:
-        raise ConfigError(f"--std: there is none to choose, scale is {spelled(a.scale)}; leave it out, or use group_std")
+        raise ConfigError(f"--std: there is none to choose, scale is {spelled(a.scale)}; leave it out")
     return replace(a, scale=replace(a.scale, ddof={"population": 0, "sample": 1}[std]))
 
 

@@ -400,8 +400,6 @@ class ValueLoss(Slot):
     """PPO's clipped value loss: `1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)`."""
 
     type: Literal["value_loss"] = "value_loss"
-    coef: Positive = 0.1
-    """Weight of the value loss beside the policy's."""
     clip: Positive | None = 0.2
     """How far a value may move from the old one; null for any distance."""
 

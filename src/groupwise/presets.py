@@ -109,7 +109,7 @@ PPO = Algorithm(
     whiten=Whiten(level="token", ddof=1, eps=1e-8),
     surrogate=Clip(),
     kl=KL(coef=0.05, estimator="k1", placement="reward_token"),
-    critic=ValueLoss(coef=0.1, clip=0.2),
+    critic=ValueLoss(clip=0.2),
 )
 MAXRL = replace(REINFORCE, baseline=GroupMean(), scale=GroupMean())
 OPO = replace(REINFORCE, baseline=LengthWeightedMean())

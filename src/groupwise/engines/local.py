@@ -5,6 +5,7 @@ Shapes: B rows (completions or rollouts), T tokens of the longest row, R `max_to
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -21,6 +22,7 @@ from groupwise.engines import Completion, LossFn, Optimizer, Request, Sampling
 from groupwise.engines.critic import LocalCritic
 from groupwise.engines.steps import Steps, distinct, restore_weights, save_weights
 from groupwise.errors import GroupwiseError, ModelError
+from groupwise.lean import is_lean
 from groupwise.model import (
     check_head,
     check_tokenizer,
@@ -34,6 +36,7 @@ from groupwise.model import (
 from groupwise.packing import Forward
 from groupwise.records import Batch
 
+LOG = logging.getLogger(__name__)
 REFERENCE = "reference.safetensors"
 
 
@@ -117,6 +120,7 @@ class LocalSampler:
         self._stop_ids = torch.tensor(sorted(stop_ids), device=model.device)
         self._max_batch_tokens = max_batch_tokens
         self._context = context_length(model) or 2**62
+        self._lean = is_lean(model)
         self._version = 0
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -172,7 +176,7 @@ class LocalSampler:
         keys = [key for request in requests for key in request.keys]
         uniforms = torch.from_numpy(np.stack([seeding.uniforms(key, most) for key in keys])).to(device)
         prompts, counts = [request.prompt for request in requests], [len(request.keys) for request in requests]
-        decoding = Decoding(self._model, prompts, counts, most)
+        decoding = Decoding(self._model, prompts, counts, most, lean=self._lean)
         limits = (self._context - decoding.positions).clamp(max=most)
         drawn = Drawn(len(keys), most, device)
         rows = torch.arange(len(keys), device=device)
@@ -191,6 +195,9 @@ class LocalSampler:
                 left = decoding.drop(finished)
                 rows, tokens = rows[left], tokens[left]
             decoding.step(tokens)
+        if self._lean and most > 1 and not decoding.lean:
+            self._lean = False
+            LOG.warning("%s decodes differently the short way; the long way is taken", type(self._model).__name__)
         completions = (
             Completion(tokens, logprobs, entropies, "stop" if stopped else "length", self._version)
             for tokens, logprobs, entropies, stopped in drawn.rows()

@@ -63,7 +63,7 @@ def _statistics(r: Reader, estimator: str) -> tuple[Any, Any]:
     grpo = estimator == "grpo"
     if not grpo and (mean or std):
         for key in ("norm_mean_type", "norm_std_type"):
-            running = "there is no running mean; the step's is taken" if r.take(key) == "running" else ""
+            running = "the statistics of the step are taken, not running ones" if r.take(key) == "running" else ""
             r.became(key, f"{'baseline' if 'mean' in key else 'scale'}: {r.take(key)}", running)
         group = None
     elif grpo or group:

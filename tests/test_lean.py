@@ -1,0 +1,113 @@
+"""The short way through a decoding step equals the long one, is taken where it can be, and given up where not."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import STOP, VOCABULARY, tiny_model
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from groupwise.engines import Completion, Request, Sampling
+from groupwise.engines.local import LocalSampler
+from groupwise.lean import Lean, is_lean
+from groupwise.seeding import key
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+SERVED = {
+    "llama": LlamaConfig(**COMMON, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
+    "mistral": MistralConfig(**COMMON, sliding_window=None),
+    "qwen2": Qwen2Config(**COMMON),
+    "qwen3": Qwen3Config(**COMMON, head_dim=16),
+}
+
+
+def model_of(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(SERVED[name], attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            # Norm weights of 1 and biases of 0 would hide what is done with them.
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            elif "embed" not in parameter_name:
+                parameter.mul_(4)
+    return model
+
+
+def answers(model: PreTrainedModel, lean: bool) -> list[Completion]:
+    sampler = LocalSampler(model, (STOP,), max_batch_tokens=10**6)
+    sampler._lean = lean
+    rng = np.random.default_rng(0)
+    asked = [
+        Request(rng.integers(0, VOCABULARY, length).astype(np.int32), tuple(key(number, i) for i in range(3)))
+        for number, length in enumerate((4, 9, 9, 1))
+    ]
+    return [answer for group in sampler.sample(asked, Sampling(max_tokens=24)) for answer in group]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_the_short_way_draws_the_same_tokens_with_the_same_log_probs(name: str) -> None:
+    model = model_of(name)
+    assert is_lean(model)
+    for short, long in zip(answers(model, lean=True), answers(model, lean=False), strict=True):
+        np.testing.assert_array_equal(short.tokens, long.tokens)
+        np.testing.assert_allclose(short.logprobs, long.logprobs, atol=1e-5)
+        np.testing.assert_allclose(short.entropies, long.entropies, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: tiny_model("gpt2"),
+        lambda: tiny_model("gemma2"),
+        lambda: tiny_model("qwen3", torch.float64),
+        lambda: AutoModelForCausalLM.from_config(MistralConfig(**COMMON, sliding_window=8)),
+        lambda: AutoModelForCausalLM.from_config(LlamaConfig(**COMMON, mlp_bias=True)),
+        lambda: AutoModelForCausalLM.from_config(LlamaConfig(**COMMON, hidden_act="gelu")),
+    ],
+    ids=["gpt2", "gemma2", "float64", "sliding window", "mlp bias", "gelu"],
+)
+def test_other_models_take_the_long_way(model: Any) -> None:
+    assert not is_lean(model())
+
+
+def test_a_replaced_projection_is_not_bypassed() -> None:
+    model: Any = model_of("llama")
+    model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj)  # as adapters do
+    assert not is_lean(model)
+
+
+def test_new_weights_are_taken_up_without_being_told() -> None:
+    model = model_of("qwen3")
+    answers(model, lean=True)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.5)
+    for short, long in zip(answers(model, lean=True), answers(model, lean=False), strict=True):
+        np.testing.assert_array_equal(short.tokens, long.tokens)
+
+
+def test_a_difference_is_noticed_in_the_first_step_and_does_no_harm(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of("llama")
+    expected = answers(model, lean=False)
+    right = Lean.step
+    monkeypatch.setattr(Lean, "step", lambda *arguments: right(*arguments) * 1.01)
+    with caplog.at_level(logging.WARNING):
+        found = answers(model, lean=True)
+    assert "the long way is taken" in caplog.text
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-6)
