@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.common import machine, publish, table
 
-WARMUP, STEPS, ROUNDS = 1, 4, 2
+WARMUP = 1
 SYSTEMS = ("ours", "trl tuned", "trl default")
 
 
@@ -46,9 +46,16 @@ class Model:
     vocabulary: int
     threads: int
     """For both: a model of 0.8 M parameters gains nothing from a second thread and stalls when the core is shared."""
+    steps: int
+    """Measured in a process, after one to warm up."""
+    rounds: int
+    """Processes of each system, interleaved."""
 
 
-MODELS = {"tiny": Model(4, 128, 80, threads=1), "mid": Model(8, 384, 32000, threads=2)}
+MODELS = {
+    "tiny": Model(4, 128, 80, threads=1, steps=4, rounds=2),
+    "mid": Model(8, 384, 32000, threads=2, steps=2, rounds=1),
+}
 CASES: list[tuple[str, str, Shape]] = [
     ("tiny", "long prompt", Shape(1024, 64, 8, 1)),
     ("tiny", "long answer", Shape(128, 512, 8, 1)),
@@ -111,7 +118,7 @@ def some_reward(prompts: Sequence[str], completions: Sequence[str], dull: Sequen
     return [0.0 if ragged and d == "1" else float(len(c) % 2) for c, d in zip(completions, dull, strict=True)]
 
 
-def ours(folder: Path, shape: Shape) -> list[float]:
+def ours(folder: Path, shape: Shape, steps: int) -> list[float]:
     """Seconds of each step of `groupwise.train`."""
     from rich.console import Console
 
@@ -128,7 +135,7 @@ def ours(folder: Path, shape: Shape) -> list[float]:
                 "data": {"path": str(folder / "prompts.jsonl")},
                 "rewards": [{"use": f"{__file__}:some_reward"}],
                 "algorithm": {"surrogate": {"high": 0.2}},
-                "steps": WARMUP + STEPS,
+                "steps": WARMUP + steps,
                 "prompts_per_step": shape.prompts,
                 "group_size": shape.group,
                 "sampling": {"max_tokens": shape.completion},
@@ -142,7 +149,7 @@ def ours(folder: Path, shape: Shape) -> list[float]:
     return [record["seconds"] for record in records]
 
 
-def trl(folder: Path, shape: Shape, tuned: bool) -> list[float]:
+def trl(folder: Path, shape: Shape, steps: int, tuned: bool) -> list[float]:
     """Seconds of each step of TRL's GRPOTrainer."""
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -164,7 +171,7 @@ def trl(folder: Path, shape: Shape, tuned: bool) -> list[float]:
         per_device_train_batch_size=batch,
         num_generations=shape.group,
         max_completion_length=shape.completion,
-        max_steps=WARMUP + STEPS,
+        max_steps=WARMUP + steps,
         learning_rate=1e-6,
         loss_type="dapo",
         beta=0.0,
@@ -194,12 +201,12 @@ def trl(folder: Path, shape: Shape, tuned: bool) -> list[float]:
     return [end - begin for begin, end in zip(stamps[::2], stamps[1::2], strict=True)]
 
 
-def worker(system: str, shape: Shape, folder: Path) -> None:
+def worker(system: str, shape: Shape, folder: Path, steps: int) -> None:
     """Measure one system and print a JSON line."""
     import resource
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seconds = ours(folder, shape) if system == "ours" else trl(folder, shape, system == "trl tuned")
+    seconds = ours(folder, shape, steps) if system == "ours" else trl(folder, shape, steps, system == "trl tuned")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(json.dumps({"seconds": seconds[WARMUP:], "peak_mb": peak / 1024, "start_mb": before / 1024}))
 
@@ -209,15 +216,8 @@ def measure(system: str, name: str, shape: Shape) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         make(folder, MODELS[name], shape)
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.against_trl",
-            "worker",
-            system,
-            json.dumps(asdict(shape)),
-            str(folder),
-        ]
+        arguments = [system, json.dumps(asdict(shape)), str(folder), str(MODELS[name].steps)]
+        command = [sys.executable, "-m", "benchmarks.against_trl", "worker", *arguments]
         environment = os.environ | {
             "OMP_NUM_THREADS": str(MODELS[name].threads),
             "RAGGED": str(int(shape.ragged)),
@@ -237,7 +237,7 @@ def main() -> None:
     for model, name, shape in CASES:
         seconds: dict[str, list[float]] = {system: [] for system in SYSTEMS}
         peaks: dict[str, list[float]] = {system: [] for system in SYSTEMS}
-        for _ in range(ROUNDS):
+        for _ in range(MODELS[model].rounds):
             for system in SYSTEMS:
                 one = measure(system, model, shape)
                 seconds[system] += one["seconds"]
@@ -254,7 +254,7 @@ def main() -> None:
         data.append({"model": model, "case": name, "shape": asdict(shape), "seconds": seconds, "peak_mb": peaks})
     head = ("model", "case", "P, R, G, prompts", *SYSTEMS, "ratio to TRL's best", *(f"{s}, peak MB" for s in SYSTEMS))
     text = (
-        f"Medians of {STEPS} steps in each of {ROUNDS} interleaved processes a system; sampling, reward, update and "
+        "Medians over the steps of interleaved processes (tiny: 2 of 4 steps, mid: 1 of 2); sampling, reward, update and "
         "log included. Peak memory is of the whole process, libraries included.\n\n" + table(head, rows)
     )
     publish("against_trl", "A training step beside TRL's", text, data, where)
@@ -262,6 +262,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["worker"]:
-        worker(sys.argv[2], Shape(**json.loads(sys.argv[3])), Path(sys.argv[4]))
+        worker(sys.argv[2], Shape(**json.loads(sys.argv[3])), Path(sys.argv[4]), int(sys.argv[5]))
     else:
         main()

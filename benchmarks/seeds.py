@@ -1,4 +1,4 @@
-"""The quickstart from nothing on several seeds: accuracy before and after, and how long it took, base model included."""
+"""The quickstart from nothing on several seeds: accuracy before and after, and the time, base model included."""
 
 from __future__ import annotations
 
