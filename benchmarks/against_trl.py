@@ -254,8 +254,8 @@ def main() -> None:
         data.append({"model": model, "case": name, "shape": asdict(shape), "seconds": seconds, "peak_mb": peaks})
     head = ("model", "case", "P, R, G, prompts", *SYSTEMS, "ratio to TRL's best", *(f"{s}, peak MB" for s in SYSTEMS))
     text = (
-        "Medians over the steps of interleaved processes (tiny: 2 of 4 steps, mid: 1 of 2); sampling, reward, update and "
-        "log included. Peak memory is of the whole process, libraries included.\n\n" + table(head, rows)
+        "Medians over the steps of interleaved processes (tiny: 2 of 4 steps, mid: 1 of 2); sampling, reward, update "
+        "and log included. Peak memory is of the whole process, libraries included.\n\n" + table(head, rows)
     )
     publish("against_trl", "A training step beside TRL's", text, data, where)
 
