@@ -17,10 +17,11 @@ quickstart: $(READY) ## build a small model, improve it by RL, show before and a
 test: $(READY) ## the whole test suite, slow tests included (PYTEST_ARGS='-m "not slow"' for less)
 	$(BIN)/pytest $(PYTEST_ARGS)
 
-check: $(READY) ## lint, format, types; then where a size budget is passed
+check: $(READY) ## lint, format, types, floors; then where a size budget is passed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/pytest -q tests/test_floors.py
 	$(BIN)/python tools/budgets.py
 
 fix: $(READY) ## mend what lint and format can mend by themselves

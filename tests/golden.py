@@ -166,8 +166,23 @@ def _aggregate(axes: Axes, fixture: Mapping[str, Any]) -> Any:
         "seq-mean-token-sum-norm": lambda: SequenceSumNorm(length=axes.get("L_max", fixture.get("L_max"))),
         "decoupled-seq-mean": lambda: Decoupled(alpha=alpha, response="sequence"),
         "decoupled-token-mean": lambda: Decoupled(alpha=alpha, response="token"),
-        "microbatch-token-mean": lambda: MicrobatchTokenMean(rows=len(axes["micro_batches"][0])),
+        "microbatch-token-mean": lambda: _by_microbatch(axes["micro_batches"]),
     }[axes["aggregation"]]()
+
+
+def _by_microbatch(parts: list[list[int]]) -> Any:
+    """Ours takes micro-batches of one size in the order of the rows; any others are a function of the user's."""
+    sizes, order = {len(part) for part in parts}, [row for part in parts for row in part]
+    if len(sizes) == 1 and order == sorted(order):
+        return MicrobatchTokenMean(rows=len(parts[0]))
+
+    def weights(mask: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        shares = torch.zeros_like(mask)
+        for part in parts:
+            shares[part] = TokenMean()(mask[part], groups[part]) / len(parts)
+        return shares
+
+    return weights
 
 
 def rollouts(fixture: Mapping[str, Any], axes: Axes) -> list[Rollout]:

@@ -47,6 +47,13 @@ def test_what_is_written_reads_back_equal(name: str) -> None:
     assert Config.parse(yaml.safe_load(config.to_yaml())) == config
 
 
+def test_every_slot_that_may_be_empty_may_be_none() -> None:
+    tree = {"preset": "ppo", "kl": "none", "whiten": "none", "critic": "none", "credit_over_time": "return_to_go"}
+    algorithm = Config.parse({**TREE, "algorithm": tree}).algorithm
+    assert (algorithm.kl, algorithm.whiten, algorithm.critic) == (None, None, None)
+    assert Config.parse({**TREE, "output": "none"}).output == "none"  # a word where words are settings
+
+
 def test_code_in_a_slot_is_found_again(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def surrogate(x):\n    return -x.log_ratio.exp() * x.advantages, {}\n")
     config = Config.parse({**TREE, "algorithm": {"surrogate": f"{tmp_path / 'mine.py'}:surrogate"}})

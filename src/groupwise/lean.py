@@ -59,12 +59,13 @@ def is_lean(model: PreTrainedModel) -> bool:
             *(getattr(layer.mlp, f"{name}_proj") for name in ("gate", "up", "down")),
         )
     )
-    return (
-        plain
-        and _has_no_bias(flexible)
-        and config.hidden_act == "silu"
-        and flexible.model.rotary_emb.rope_type in ROPES
-    )
+    rotary = flexible.model.rotary_emb
+    rotates_all = rotary.rope_type in ROPES and 2 * len(rotary.inv_freq) == _head_size(config)
+    return plain and _has_no_bias(flexible) and config.hidden_act == "silu" and rotates_all
+
+
+def _head_size(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _has_no_bias(model: Any) -> bool:
@@ -89,7 +90,7 @@ class Lean:
         config = model.config
         self._eps = config.rms_norm_eps
         self._heads, self._key_heads = config.num_attention_heads, config.num_key_value_heads
-        self._size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._size = _head_size(config)
         self._layers = [self._gather(layer) for layer in self._decoder.layers]
         cos, sin = self._decoder.rotary_emb(self._layers[0].qkv, torch.arange(slots)[None])
         half = self._size // 2
@@ -165,4 +166,4 @@ def _folded(norm: Tensor, *weights: Tensor) -> Tensor:
 
 def differs(one: Tensor, other: Tensor) -> bool:
     """Whether two states of the same step are more than rounding apart."""
-    return not math.isfinite(gap := float((one - other).abs().max() / other.abs().max())) or gap > 1e-4
+    return not math.isfinite(gap := float((one - other).abs().max() / other.abs().max())) or gap > 3e-4

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast, get_args, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
 from pydantic_core import PydanticCustomError, core_schema
 
 from groupwise.errors import did_you_mean
@@ -25,6 +25,20 @@ class Slot(BaseModel):
     """A frozen value with named, typed settings; unknown names are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none_is_a_word(cls, value: Any) -> Any:
+        """YAML may spell an empty slot `none`, in every slot that may be empty."""
+        if not isinstance(value, Mapping):
+            return value
+        settings = cast(Mapping[str, Any], value)
+        return {name: None if _is_empty(cls, name, given) else given for name, given in settings.items()}
+
+
+def _is_empty(owner: type[Slot], name: str, given: Any) -> bool:
+    choices = get_args(owner.model_fields[name].annotation) if name in owner.model_fields else ()
+    return isinstance(given, str) and given == "none" and type(None) in choices and str not in choices
 
 
 S = TypeVar("S", bound=Slot)

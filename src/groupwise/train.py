@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Container, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from groupwise import checkpoint
 from groupwise.algorithms import Algorithm, zero_variance
@@ -115,22 +116,23 @@ def _informative_groups(rollouts: Sequence[Rollout]) -> list[int]:
     return list(dict.fromkeys(rollout.group for rollout, flat in zip(valid, dull, strict=True) if not flat))
 
 
-def annotate(rollouts: Sequence[Rollout], parts: Parts, needs: Container[str]) -> list[Rollout]:
+def annotate(rollouts: Sequence[Rollout], parts: Parts, needs: Collection[str]) -> list[Rollout]:
     """Fill in what is needed of `old_logprobs`, `ref_logprobs` and `values`, before any update moves the policy."""
-    annotated, batch = list(rollouts), collate(rollouts)
-    known = {
-        "old_logprobs": lambda: parts.learner.logprobs(batch),
-        "ref_logprobs": lambda: parts.learner.logprobs(batch, reference=True),
-        "values": lambda: parts.critic.values(batch) if parts.critic is not None else None,
-    }
-    for name in (name for name in known if name in needs):
-        rows = known[name]()
-        assert rows is not None, "build makes a critic when the algorithm has one"
-        annotated = [
-            dataclasses.replace(rollout, **{name: row[: len(rollout.tokens)]})
-            for rollout, row in zip(annotated, rows.numpy(), strict=True)
-        ]
-    return annotated
+    if not needs:
+        return list(rollouts)
+    batch = collate(rollouts)
+    known: dict[str, Tensor] = {}
+    if "old_logprobs" in needs:
+        known["old_logprobs"] = parts.learner.logprobs(batch)
+    if "ref_logprobs" in needs:
+        known["ref_logprobs"] = parts.learner.logprobs(batch, reference=True)
+    if "values" in needs:
+        assert parts.critic is not None, "build makes a critic when the algorithm has one"
+        known["values"] = parts.critic.values(batch)
+    return [
+        dataclasses.replace(rollout, **{name: rows[i, : len(rollout.tokens)].numpy() for name, rows in known.items()})
+        for i, rollout in enumerate(rollouts)
+    ]
 
 
 def _due(every: int, done: int, total: int) -> bool:
