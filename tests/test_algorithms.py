@@ -16,9 +16,11 @@ from torch import Tensor
 
 from groupwise.advantages import (
     BatchMean,
+    BatchStd,
     Gae,
     GroupMean,
     GroupStd,
+    KimiLength,
     LeaveOneOut,
     MovingMean,
     SoftOverlong,
@@ -353,6 +355,32 @@ def test_a_baseline_that_is_not_of_the_group_leaves_flat_groups_their_advantage(
         np.testing.assert_allclose(normalise(rewards, groups, np.ones(4), baseline, None), [0.5, 0.5, -0.5, -0.5])
 
 
+def test_a_flat_group_is_not_divided_by_its_spread_whatever_the_baseline() -> None:
+    rewards, groups = np.array([1.0, 1, 0, 1]), np.array([0, 0, 1, 1])
+    for baseline in (None, BatchMean(), MovingMean(mean=0.5)):
+        assert not normalise(rewards, groups, np.ones(4), baseline, GroupStd())[:2].any()
+        assert np.abs(normalise(rewards, groups, np.ones(4), baseline, GroupStd())).max() < 2
+    assert not normalise(np.ones(4), groups, np.ones(4), None, BatchStd()).any()
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_pp", "grpo_v32"])
+def test_a_coefficient_of_zero_switches_the_kl_off(name: str) -> None:
+    kl = PRESETS[name].kl
+    assert kl is not None
+    off, none = replace(PRESETS[name], kl=replace(kl, coef=0.0)), replace(PRESETS[name], kl=None)
+    assert off.needs(1) == none.needs(1) == set()
+    bare = [dataclasses.replace(r, old_logprobs=None, ref_logprobs=None) for r in some_rollouts()]
+    assert_same(step_gradient(off, batches_of(off, bare)), step_gradient(none, batches_of(none, bare)))
+
+
+def test_shaping_judges_the_reward_and_not_its_distance_from_the_greedy_one() -> None:
+    algorithm = Algorithm(baseline=None, scale=None, greedy_baseline=True, shaping=KimiLength())
+    rollouts = [dataclasses.replace(r, valid=True, reward=1.0, greedy_reward=1.0) for r in some_rollouts()]
+    earned = [float(r.advantages[-1]) for r in algorithm.credit(rollouts)]  # type: ignore[index]
+    # All are right, so the shortest gains half a point, and none is held to what a wrong answer may get.
+    assert max(earned) == 0.5
+
+
 def test_coefficients_that_follow_the_run_move_from_step_to_step() -> None:
     rollouts = some_rollouts()
     mean = float(np.mean([r.reward for r in rollouts if r.valid]))
@@ -389,6 +417,8 @@ REFUSED = {
     "gae without a critic": {"credit_over_time": Gae()},
     "a critic and a baseline": {"credit_over_time": Gae(), "critic": ValueLoss()},
     "gdpo with shaping": {"combine": "normalize_then_sum", "shaping": SoftOverlong()},
+    "a refreshed reference that nothing uses": {"kl": KL(estimator="k2", to="old", refresh_every=10)},
+    "k3 of a whole completion": {"kl": KL(level="sequence")},
     "process rewards with shaping": {"supervision": "process", "shaping": SoftOverlong()},
 }
 

@@ -60,6 +60,21 @@ def test_code_in_a_slot_is_found_again(tmp_path: Path) -> None:
     assert Config.parse(yaml.safe_load(config.to_yaml())) == config
 
 
+@pytest.mark.parametrize("code", ["raise KeyError('key')", "undefined_name", "import nowhere_to_be_found", "def ("])
+def test_a_file_that_fails_to_load_is_the_users_to_mend(tmp_path: Path, code: str) -> None:
+    (tmp_path / "broken.py").write_text(f"{code}\n")
+    with pytest.raises(ConfigError, match=r"broken\.py:f cannot be imported: .+; write package"):
+        Config.parse({**TREE, "rewards": f"{tmp_path / 'broken.py'}:f"})
+
+
+def test_what_has_no_effect_is_said() -> None:
+    kimi = Config.parse({**TREE, "algorithm": "kimi_k15"})
+    assert any("algorithm.kl.to: old" in caution for caution in kimi.cautions())
+    assert not Config.parse({**TREE, "algorithm": "kimi_k15", "updates_per_step": 2}).cautions()
+    several = Config.parse({**TREE, "evaluation": {"data": {"path": "x"}, "samples": 4}})
+    assert any("evaluation.samples" in caution for caution in several.cautions())
+
+
 def test_lengths_left_open_are_resolved() -> None:
     config = Config.parse({**TREE, "algorithm": "dr_grpo", "sampling": {"max_tokens": 77}}).resolve()
     assert config.algorithm.aggregate.length == 77  # type: ignore[attr-defined]

@@ -27,7 +27,6 @@ FLOORS = (
 SURFACE = {"", "__main__"}  # groupwise/__init__.py gathers the public names; nothing of ours imports it
 
 NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
-    "records": {"errors"},
     "slots": {"errors"},
     "weights": {"losses"},
     "decoding": {"lean", "model"},

@@ -292,7 +292,7 @@ METRICS = {
     "The step": {
         "step": "Steps done; 0 is the evaluation before training.",
         "age": "Training steps that the policy had taken since the oldest weights that sampled these completions.",
-        "seconds": "Wall time of the step.",
+        "seconds": "Wall time of the step; writing and checkpoints count in the record after them.",
         "seconds/<phase>": "Its parts: `sample`, `credit` (old, reference and critic passes, advantages), `update`, "
         "`checkpoint`, and `log` (writing the files of the step before).",
         "tokens_per_second": "Sampled tokens over the wall time of the whole step.",

@@ -20,7 +20,10 @@ from groupwise.slots import Slot, replace
 Array = NDArray[np.float64]
 Groups = NDArray[np.integer[Any]]
 Statistic = Callable[[Array, Groups, Array], Array]
-"""(rewards[N], groups[N], completion lengths in tokens[N]) -> one number for each of the N."""
+"""(rewards[N], groups[N], completion lengths in tokens[N]) -> one number for each of the N.
+
+As a scale, 0 says that there is no spread to measure by: the advantage is 0 there, not a division by almost nothing.
+"""
 Bools = NDArray[np.bool_]
 Shaping = Callable[[Array, Groups, Array, Bools], Array]
 """(rewards[N], groups[N], lengths[N], truncated[N]) -> what is added to each reward."""
@@ -135,7 +138,8 @@ class GroupStd(Slot):
     def __call__(self, rewards: Array, groups: Groups, lengths: Array) -> Array:
         size = group_size(groups)
         centred = rewards - group_sum(rewards, groups) / size
-        return np.sqrt(group_sum(centred**2, groups) / np.maximum(size - self.ddof, 1)) + self.eps
+        spread = np.sqrt(group_sum(centred**2, groups) / np.maximum(size - self.ddof, 1)) + self.eps
+        return np.where(group_is_flat(rewards, groups), 0.0, spread)
 
 
 class BatchStd(Slot):
@@ -152,6 +156,8 @@ class BatchStd(Slot):
         return f"std_batch + {self.eps:g}"
 
     def __call__(self, rewards: Array, groups: Groups, lengths: Array) -> Array:
+        if len(rewards) == 0 or rewards.max() == rewards.min():
+            return np.zeros_like(rewards)
         spread = math.sqrt(float(((rewards - rewards.mean()) ** 2).sum()) / max(len(rewards) - self.ddof, 1))
         return np.full_like(rewards, spread + self.eps)
 

@@ -144,7 +144,7 @@ class Algorithm(Slot):
         """Which fields of a rollout have to be computed before the updates of a step."""
         # With a single update per step the old policy is the current one, and costs no pass of its own.
         old = updates_per_step > 1 or self._kl_in_reward
-        ref = self._kl_in_reward or (self.kl is not None and self.kl.to == "ref" and self.kl.coef > 0)
+        ref = self._kl_in_reward or (self._loss_kl is not None and self._loss_kl.to == "ref")
         wanted = {"old_logprobs": old, "ref_logprobs": ref, "values": self.critic is not None}
         return {name for name, needed in wanted.items() if needed}
 
@@ -198,7 +198,7 @@ class Algorithm(Slot):
         if self.supervision == "process":
             steps = [(i, _place(r, end), reward) for i, r in enumerate(rollouts) for end, reward in r.step_rewards]
         else:
-            steps = [(i, -1, rollout.reward - rollout.greedy_reward) for i, rollout in enumerate(rollouts)]
+            steps = [(i, -1, rollout.reward) for i, rollout in enumerate(rollouts)]
         owners, places = [owner for owner, _, _ in steps], [place for _, place, _ in steps]
         groups = np.array([rollouts[owner].group for owner in owners], dtype=np.int64)
         lengths = np.array([rollouts[owner].num_completion_tokens for owner in owners], dtype=np.float64)
@@ -206,7 +206,8 @@ class Algorithm(Slot):
         if self.shaping is not None:
             truncated = np.array([rollouts[owner].truncated for owner in owners], dtype=np.bool_)
             rewards = rewards + self.shaping(rewards, groups, lengths, truncated)
-        if self.kl is not None and self.kl.placement == "reward_sequence":
+        rewards = rewards - np.array([rollouts[owner].greedy_reward for owner in owners])
+        if self.kl is not None and self.kl.placement == "reward_sequence" and self.kl.coef > 0:
             rewards = rewards - self.kl.coef * np.array([sampled_kl(rollout).sum() for rollout in rollouts])
         if self.combine == "normalize_then_sum":
             values = self._sum_of_normalised(rollouts, groups, lengths)
@@ -280,7 +281,7 @@ class Algorithm(Slot):
         return dataclasses.replace(batch, weights=self.aggregate(mask, batch.groups), selection=selection)
 
     def _without_dead_rows(self, batch: Batch) -> Batch:
-        if self.entropy or self.critic or (self.kl is not None and self.kl.placement == "loss"):
+        if self.entropy or self.critic or self._loss_kl:
             return batch
         alive = (batch.advantages != 0).any(-1)
         return batch if bool(alive.all()) else batch.rows(alive.nonzero().squeeze(-1))
@@ -298,9 +299,9 @@ class Algorithm(Slot):
         if self.correction is not None:
             diagnostics["correction"] = self.correction(x).detach()
             loss = loss * diagnostics["correction"]
-        if self.kl is not None and self.kl.placement == "loss":
-            diagnostics["kl"] = self.kl(x)
-            loss = loss + self.kl.coef * diagnostics["kl"]
+        if self._loss_kl is not None:
+            diagnostics["kl"] = self._loss_kl(x)
+            loss = loss + self._loss_kl.coef * diagnostics["kl"]
         if self.entropy is not None and self.entropy.acting:
             loss = loss - self.entropy.coef * x.entropy
         diagnostics["approx_kl"] = losses.k3(clamp_log_ratio(x.old - x.logprobs))
@@ -338,6 +339,11 @@ class Algorithm(Slot):
         """How much of the sampled KL comes off the reward of each token."""
         own = self.kl.coef if self.kl is not None and self.kl.placement == "reward_token" else 0.0
         return own + self.reward_kl_coef
+
+    @property
+    def _loss_kl(self) -> KL | None:
+        """The KL that acts in the loss, if any."""
+        return self.kl if self.kl is not None and self.kl.placement == "loss" and self.kl.coef > 0 else None
 
     @property
     def _kl_in_reward(self) -> bool:
@@ -398,6 +404,15 @@ def refusals(a: Algorithm) -> Iterator[tuple[bool, str]]:
     yield (
         kl is not None and kl.placement != "loss" and kl.to != "ref",
         "kl.placement in the reward measures the distance to the reference policy; set kl.to: ref",
+    )
+    yield (
+        kl is not None and kl.refresh_every > 0 and (kl.to != "ref" or kl.coef == 0),
+        "kl.refresh_every moves the reference policy, which this KL does not use; set kl.to: ref and kl.coef above 0, "
+        "or refresh_every: 0",
+    )
+    yield (
+        kl is not None and kl.level == "sequence" and (kl.estimator != "k2" or kl.placement != "loss"),
+        "kl.level: sequence is Kimi's squared log-ratio of the completion; use estimator: k2 and placement: loss",
     )
     yield (
         a.anchor == "rollout" and importance is not None and importance.mode != "reject",

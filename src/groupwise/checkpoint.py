@@ -53,7 +53,8 @@ def save(run: Path, steps_done: int, parts: Mapping[str, Saved], algorithm: Algo
 
 def complete(run: Path) -> list[Path]:
     """The finished checkpoints of a run, oldest first."""
-    return sorted(path.parent for path in run.glob(f"checkpoints/step-*/{STATE}"))
+    found = (path.parent for path in run.glob(f"checkpoints/step-*/{STATE}"))
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def newest(run: Path) -> Path:

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from groupwise.advantages import of_group
+from groupwise.advantages import GroupStd, of_group
 from groupwise.algorithms import Algorithm, cautions
 from groupwise.engines import Optimizer, Sampling
 from groupwise.errors import ConfigError, did_you_mean
@@ -178,13 +178,17 @@ class Config(Slot):
             "(8 is a good start), or an algorithm with baseline: none, such as reinforce",
         )
         yield (
+            self.group_size < 2 and isinstance(self.algorithm.scale, GroupStd),
+            f"group_size: {self.group_size}; a group of one has no spread to divide by: set algorithm.scale: none",
+        )
+        yield (
             s.temperature == 0,
             "sampling.temperature: 0; all completions of a group would be the same: use a value above 0, such as 1.0",
         )
         yield (
             s.top_p < 1 or s.top_k > 0,
             f"sampling.top_p: {s.top_p}, sampling.top_k: {s.top_k}; training scores the whole distribution, so the "
-            "sampled one must not be cut: use top_p: 1 and top_k: 0 (evaluation may cut)",
+            "sampled one must not be cut: use top_p: 1 and top_k: 0",
         )
         yield (
             self.updates_per_step > self.prompts_per_step,
@@ -209,6 +213,16 @@ class Config(Slot):
             found.append(
                 "algorithm.supervision: process learns from Rollout.step_rewards alone, and no reward function fills "
                 "them: only a loop of your own can (see examples/own_loop.py)"
+            )
+        kl = self.algorithm.kl
+        if kl is not None and kl.to == "old" and self.updates_per_step == 1:
+            found.append("algorithm.kl.to: old is the current policy when updates_per_step is 1: the KL has no effect")
+        if self.evaluation.samples > 1 and self.evaluation.temperature == 0:
+            found.append("evaluation.samples has no effect at evaluation.temperature: 0: all answers are the same")
+        if self.engine.dtype == "bfloat16":
+            found.append(
+                "engine.dtype: bfloat16 holds the weights themselves in bfloat16: small optimizer steps round away "
+                "(1e-6 nearly always); use float32 unless memory forbids"
             )
         if self.evaluation.data is None and self.evaluation.every:
             found.append("evaluation.every has no effect without evaluation.data")

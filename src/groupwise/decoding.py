@@ -214,14 +214,14 @@ def attention_windows(model: PreTrainedModel) -> list[tuple[str, int | None]]:
     """
     if "position_ids" not in inspect.signature(cast(Any, model).get_decoder().forward).parameters:
         raise ModelError(
-            f"{type(model).__name__} takes no position_ids; the local engine samples only from models that do: "
-            "use the vllm engine"
+            f"{type(model).__name__} takes no position_ids; the local engine samples only from models that do, "
+            "such as Llama, Qwen, Gemma or GPT-2: take another model"
         )
     types, settings = get_layer_types_and_kwargs(model.config.get_text_config())
     if strange := sorted(set(types) - {"full_attention", "sliding_attention"}):
         raise ModelError(
             f"{type(model).__name__} has layers of type {', '.join(strange)}; the local engine samples only from "
-            "models with full and sliding attention: use the vllm engine"
+            "models with full and sliding attention: take another model"
         )
     return [(kind, setting.get("sliding_window")) for kind, setting in zip(types, settings, strict=True)]
 

@@ -51,7 +51,7 @@ def evaluate(
         task, sampler, chat, rows, group_size=samples, sampling=sampling, seed=seed, step=0, stream="evaluation"
     )
     first = task.rewards[0].title
-    values = np.array([rollout.rewards[first] if rollout.valid else 0.0 for rollout in rollouts])
+    values = np.array([rollout.rewards[first] for rollout in rollouts])
     per_prompt = np.nan_to_num(values).reshape(len(rows), samples)
     return Scores(
         headline=float(per_prompt.mean()),

@@ -22,6 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import PreTrainedModel
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MOST_PARAMETERS = 200_000_000
+"""In the layers.  Beyond, dispatch is no longer what a step spends its time on, and a second copy is dear."""
 ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that depend on the position alone, not on how long the sequence is by now."""
 
@@ -46,6 +48,8 @@ def is_lean(model: PreTrainedModel) -> bool:
     flexible: Any = model
     config = model.config
     if type(model).__name__ not in FAMILIES or model.dtype != torch.float32 or model.device.type != "cpu":
+        return False
+    if sum(parameter.numel() for parameter in flexible.model.layers.parameters()) > MOST_PARAMETERS:
         return False
     if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
         return False

@@ -146,7 +146,12 @@ class RunLog:
         self._append({"step": step + 1, **metrics})
         self._show(step + 1, metrics)
         if not updates:
-            self.warn("no group of this step had two different rewards, so nothing was updated")
+            self.warn(
+                f"step {step + 1} left nothing to learn from, so nothing was updated: all rewards were equal in "
+                f"{metrics['frac_reward_zero_std']:.0%} of its completions' groups, and {metrics['truncated']:.0%} of "
+                "its completions were truncated",
+                kind="nothing was updated",
+            )
         if metrics.get("sampler_mismatch", 0.0) > MISMATCH_LIMIT:
             self.warn(
                 f"sampler and learner disagree on log-probs by {metrics['sampler_mismatch']:.3g} nats a token (step "

@@ -28,7 +28,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from groupwise.model import hidden_states, states_before
-from groupwise.records import Batch
+from groupwise.records import Batch, Rollout, collate
 
 LOG = logging.getLogger(__name__)
 NAME = "groupwise_packed"
@@ -71,10 +71,9 @@ class Forward:
         self.model = model
         self._config: Any = model.config.get_text_config()
         self._usual: str = self._config._attn_implementation
-        self._obstacle = cannot_pack(model)
-        self._checked = False
-        if self._obstacle:
-            LOG.warning("%s, so prompts are not shared and rows are padded in training", self._obstacle)
+        self._obstacle, self._checked = "", False
+        if reason := cannot_pack(model):
+            self._give_up(reason)
 
     @contextlib.contextmanager
     def microbatches(self, batch: Batch, budget: int) -> Generator[Iterator[tuple[Tensor, Batch]]]:
@@ -84,8 +83,8 @@ class Forward:
         """
         rows = batch.loss_mask.any(-1).nonzero().squeeze(-1) if len(batch) else torch.arange(0)
         scored = batch if len(rows) == len(batch) else batch.rows(rows)
-        if not self._obstacle and not self._checked and len(scored):
-            self._check(scored)
+        if not self._obstacle and not self._checked:
+            self._check()
         parts = padded_parts(scored.lengths, budget) if self._obstacle else packed_parts(scored, budget)
         with self._attention(self._usual if self._obstacle else NAME):
             yield ((rows[index], scored.rows(index).to(self.model.device)) for index in parts)
@@ -106,18 +105,41 @@ class Forward:
             self._config._attn_implementation = before
 
     @torch.no_grad()
-    def _check(self, batch: Batch) -> None:
-        """Compare with the padded way on a few rows of the first batch; give packing up, loudly, where they differ."""
+    def _check(self) -> None:
+        """Compare with the padded way on made-up rows, once; give packing up, loudly, where they differ."""
         self._checked = True
-        part = batch.rows(torch.arange(min(3, len(batch)))).to(self.model.device)
-        with self._attention(NAME):
-            packed = self.states(part)
+        part = _made_up_rows(cast(Any, self.model.get_input_embeddings()).weight.shape[0], _window(self._config))
+        part = part.to(self.model.device)
         with self._attention(self._usual):
             padded = states_before(self.model, part.tokens, part.lengths, part.loss_mask)
+        try:
+            with self._attention(NAME):
+                packed = self.states(part)
+        except _WindowUnknownError:
+            self._give_up("does not tell its attention the sliding window")
+            return
         difference = float((packed - padded).abs().max() / padded.abs().max())
         if not difference < torch.finfo(padded.dtype).eps ** 0.5:  # rounding is far below, a wrong mask far above
-            self._obstacle = f"{type(self.model).__name__} differs by {difference:.2g} when its rows are packed"
-            LOG.warning("%s, so prompts are not shared and rows are padded in training", self._obstacle)
+            self._give_up(f"differs by {difference:.2g} when its rows are packed")
+
+    def _give_up(self, reason: str) -> None:
+        self._obstacle = f"{type(self.model).__name__} {reason}"
+        LOG.warning("%s, so prompts are not shared and rows are padded in training", self._obstacle)
+
+
+def _made_up_rows(vocabulary: int, window: int | None) -> Batch:
+    """Two prompts with two completions each; past a short sliding window, too."""
+    longest = window + 5 if window is not None and window <= 256 else 6
+    rng = np.random.default_rng(0)
+    rows: list[Rollout] = []
+    for length in (3, 5):
+        prompt = rng.integers(0, vocabulary, length)
+        for said in (4, longest):
+            tokens = np.concatenate([prompt, rng.integers(0, vocabulary, said)]).astype(np.int32)
+            rows.append(
+                Rollout(tokens=tokens, loss_mask=np.arange(length + said) >= length, logprobs=tokens * 0.0, group=0)
+            )
+    return collate(rows)
 
 
 # The layout ----------------------------------------------------------------------------------------------------------
@@ -232,6 +254,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface, [1, H, T, D] -> [1, T, H, D], for a row laid out by `options["layout"]`."""
     layout = cast(Layout, options["layout"])
+    if options.get("sliding_window") is None and _window(module.config, getattr(module, "layer_idx", None)) is not None:
+        raise _WindowUnknownError
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     outputs: list[Tensor] = []
     for bucket in layout.buckets:
@@ -243,6 +267,17 @@ def attention(
             rk, rv = (torch.cat([p[bucket.owners], r], 1) for p, r in ((pk, rk), (pv, rv)))
             outputs.append(_attend(rq, rk, rv, shape[0], options)[bucket.inside])
     return torch.cat(outputs)[layout.order][None], None
+
+
+class _WindowUnknownError(Exception):
+    """A layer has a sliding window that its attention is not told: only the mask knew, and a packed row has none."""
+
+
+def _window(config: Any, layer: int | None = None) -> int | None:
+    """How many tokens a layer (any layer, for None) sees; None when it sees all."""
+    types = getattr(config, "layer_types", None)
+    slides = types is None or "sliding_attention" in (types if layer is None else types[layer : layer + 1])
+    return getattr(config, "sliding_window", None) if slides else None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, before: int, options: dict[str, Any]) -> Tensor:
@@ -284,13 +319,13 @@ AttentionMaskInterface.register(NAME, cast(Any, _no_mask))
 
 
 def cannot_pack(model: PreTrainedModel) -> str:
-    """Why this model's rows have to be padded; empty when they can be packed."""
+    """Why this model's rows have to be padded, as the end of a sentence about it; empty when they can be packed."""
     flexible: Any = model
     if "position_ids" not in inspect.signature(flexible.get_decoder().forward).parameters:
-        return f"{type(model).__name__} takes no position_ids"
+        return "takes no position_ids"
     types = set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
     if strange := sorted(types - {"full_attention", "sliding_attention"}):
-        return f"{type(model).__name__} has layers of type {', '.join(strange)}"
-    if not flexible._supports_attention_backend and not flexible._supports_sdpa:
-        return f"{type(model).__name__} does not let its attention be replaced"
+        return f"has layers of type {', '.join(strange)}"
+    if not flexible._supports_attention_backend:
+        return "does not let its attention be replaced"
     return ""

@@ -134,11 +134,12 @@ def load_code(path: str) -> Callable[..., Any]:
     where, _, name = path.rpartition(":")
     try:
         module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    except (ImportError, OSError, SyntaxError) as error:
+    except Exception as error:  # whatever the user's module does when it is imported is the user's to mend
+        reason = str(error) if isinstance(error, ImportError | OSError | SyntaxError) else repr(error)
         raise PydanticCustomError(
             "no_code",
             "{path} cannot be imported: {error}; write package.module:function or folder/file.py:function",
-            {"path": path, "error": str(error)},
+            {"path": path, "error": reason},
         ) from error
     found = getattr(module, name, None)
     if not callable(found):
@@ -159,7 +160,11 @@ def _load_file(path: Path) -> Any:
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # so that classes defined in it can be pickled
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[spec.name]
+            raise
         _LOADED[file] = module
     return _LOADED[file]
 

@@ -20,11 +20,11 @@ from groupwise.algorithms import Algorithm, zero_variance
 from groupwise.chat import Chat
 from groupwise.config import Config, Data, Engine
 from groupwise.engines import Critic, Learner, Sampler, Sampling
-from groupwise.engines.local import LocalSampler, local_engine
+from groupwise.engines.local import LocalSampler, load_policy, local_engine
 from groupwise.errors import ConfigError, DataError, RewardError
 from groupwise.evaluate import Scores, evaluate
 from groupwise.log import RunLog, new_folder
-from groupwise.model import load_model, load_tokenizer, save_model, stop_token_ids
+from groupwise.model import save_model
 from groupwise.records import Batch, Rollout, collate
 from groupwise.rollout import play
 from groupwise.seeding import generator
@@ -302,9 +302,7 @@ def load_sampler(model: str, engine: Engine) -> tuple[Sampler, Chat]:
     Raises:
         GroupwiseError: the model cannot be loaded, or the engine's device is not there.
     """
-    policy = load_model(model, dtype=getattr(torch, engine.dtype), device=device_of(engine))
-    tokenizer = load_tokenizer(model)
-    stop_ids = stop_token_ids(policy, tokenizer)
+    policy, tokenizer, stop_ids = load_policy(model, getattr(torch, engine.dtype), device_of(engine))
     return LocalSampler(policy, stop_ids, max_batch_tokens=engine.sample_tokens), Chat(tokenizer, stop_ids)
 
 

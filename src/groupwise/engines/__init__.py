@@ -1,6 +1,7 @@
-"""The boundary between the training loop and whatever computes: two protocols, seven methods.
+"""The boundary between the training loop and whatever computes: two small protocols, and a third for PPO.
 
-A `Sampler` turns prompts into completions; a `Learner` scores tokens and takes optimizer steps.  The loop does
+A `Sampler` turns prompts into completions; a `Learner` scores tokens and takes optimizer steps; a `Critic` estimates
+what is still to be earned.  The loop does
 not know which it has.  Engines never see an algorithm: they are handed a loss function that returns a sum.
 """
 

@@ -75,11 +75,7 @@ def local_engine(
     Raises:
         ModelError: the model or its tokenizer cannot be loaded or served.
     """
-    policy = load_model(model, dtype=dtype, device=device, gradient_checkpointing=gradient_checkpointing)
-    tokenizer = load_tokenizer(model)
-    check_tokenizer(policy, tokenizer)
-    check_head(policy)
-    stop_ids = stop_token_ids(policy, tokenizer)
+    policy, tokenizer, stop_ids = load_policy(model, dtype, device, gradient_checkpointing)
     learner = LocalLearner(
         policy,
         optimizer,
@@ -99,6 +95,21 @@ def local_engine(
             total_updates=total_updates,
         )
     return LocalEngine(sampler, learner, tokenizer, stop_ids, context_length(policy), judge)
+
+
+def load_policy(
+    model: str | Path, dtype: torch.dtype, device: str | torch.device, gradient_checkpointing: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, tuple[int, ...]]:
+    """A model that can be served, its tokenizer, and the ids that end a completion.
+
+    Raises:
+        ModelError: the model or its tokenizer cannot be loaded, or the model would be served wrongly.
+    """
+    policy = load_model(model, dtype=dtype, device=device, gradient_checkpointing=gradient_checkpointing)
+    tokenizer = load_tokenizer(model)
+    check_tokenizer(policy, tokenizer)
+    check_head(policy)
+    return policy, tokenizer, stop_token_ids(policy, tokenizer)
 
 
 class LocalSampler:
@@ -293,8 +304,9 @@ class LocalLearner:
         """Make the policy as it is now the reference."""
         reference = self._reference_model()
         with torch.no_grad():
+            policy = self._model.state_dict()
             for name, tensor in reference.state_dict().items():
-                tensor.copy_(self._model.state_dict()[name])
+                tensor.copy_(policy[name])
         self._refreshed = True
 
     def save(self, path: Path) -> None:

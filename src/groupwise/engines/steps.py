@@ -62,7 +62,7 @@ class Steps:
             self._adamw.zero_grad(set_to_none=True)
             raise GroupwiseError(
                 f"update {self._updates}: the loss is {loss} and the norm of its gradient {norm}; nothing was "
-                "changed. Lower optimizer.learning_rate, or train in float32 if the model is in float16"
+                "changed. Lower optimizer.learning_rate, or set engine.dtype: float32"
             )
         rate = self._settings.learning_rate * schedule(self._settings, self._updates, self._total_updates)
         for group in self._adamw.param_groups:
