@@ -24,7 +24,21 @@ from groupwise.advantages import (
     Whiten,
 )
 from groupwise.algorithms import Algorithm
-from groupwise.losses import KL, Cispo, Clip, Dppo, Gmpo, Reinforce, Sapo, Topr, Unclipped, ValueLoss, Vespo
+from groupwise.losses import (
+    Cispo,
+    Clip,
+    Dppo,
+    Gmpo,
+    Reinforce,
+    Sapo,
+    Topr,
+    Unclipped,
+    Vespo,
+)
+from groupwise.penalties import (
+    KL,
+    ValueLoss,
+)
 from groupwise.records import Batch, Rollout, collate
 from groupwise.weights import (
     Decoupled,

@@ -20,32 +20,36 @@ from groupwise.advantages import (
     Gae,
     GroupMean,
     GroupStd,
-    KimiLength,
     LeaveOneOut,
     MovingMean,
-    SoftOverlong,
     group_is_flat,
     normalise,
     of_group,
 )
 from groupwise.algorithms import Algorithm, cautions
 from groupwise.losses import (
-    KL,
     Cispo,
     Clip,
     Dppo,
-    EntropyBonus,
     Gmpo,
     LossInputs,
     Reinforce,
     Sapo,
     Topr,
     Unclipped,
-    ValueLoss,
     Vespo,
+)
+from groupwise.penalties import (
+    KL,
+    EntropyBonus,
+    ValueLoss,
 )
 from groupwise.presets import DAPO, GRPO, GSPO, PRESETS
 from groupwise.records import Batch, Rollout, collate
+from groupwise.shaping import (
+    KimiLength,
+    SoftOverlong,
+)
 from groupwise.slots import replace
 from groupwise.weights import Importance, MicrobatchTokenMean, SequenceMean, TokenMean
 

@@ -14,7 +14,10 @@ from groupwise.cli import app
 from groupwise.config import Config, members_of
 from groupwise.errors import ConfigError
 from groupwise.explain import choices, differences, equations, first_sentence, with_std, worked_example
-from groupwise.losses import KL, LossInputs, PerToken
+from groupwise.losses import LossInputs, PerToken
+from groupwise.penalties import (
+    KL,
+)
 from groupwise.presets import DAPO, DR_GRPO, GRPO, GSPO, PRESETS, RLOO
 from groupwise.slots import Readable, replace
 

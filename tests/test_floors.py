@@ -16,7 +16,7 @@ SRC = Path(__file__).parents[1] / "src" / "groupwise"
 
 FLOORS = (
     {"errors", "records", "seeding", "slots"},
-    {"advantages", "weights", "losses", "model", "lean", "decoding", "packing"},
+    {"advantages", "shaping", "weights", "losses", "penalties", "model", "lean", "decoding", "packing"},
     {"algorithms", "presets", "chat", "engines"},
     {"rollout", "tasks", "rewards"}
     | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
@@ -28,6 +28,8 @@ SURFACE = {"", "__main__"}  # groupwise/__init__.py gathers the public names; no
 
 NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "slots": {"errors"},
+    "shaping": {"advantages"},
+    "penalties": {"losses"},
     "weights": {"losses"},
     "decoding": {"lean", "model"},
     "engines.critic": {"engines.steps"},
@@ -57,7 +59,13 @@ CORE |= {"jinja2", "math_verify", "pydantic_core", "huggingface_hub", "pyarrow"}
 EXTRAS = {"vllm": "engines.vllm", "ray": "engines.ray"}
 EXTRAS |= dict.fromkeys(["peft", "tensorboard", "wandb", "trackio", "reasoning_gym"], "no file yet")
 # The mathematics can be read and tested with one array library.
-ONLY = {"advantages": {"numpy", "pydantic"}, "losses": {"torch", "pydantic"}, "weights": {"torch", "pydantic"}}
+ONLY = {
+    "advantages": {"numpy", "pydantic"},
+    "shaping": {"numpy", "pydantic"},
+    "penalties": {"torch", "pydantic"},
+    "losses": {"torch", "pydantic"},
+    "weights": {"torch", "pydantic"},
+}
 
 
 def module_name(file: Path) -> str:

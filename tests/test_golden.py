@@ -10,8 +10,11 @@ import pytest
 import torch
 from golden import PROMPT, algorithm, credited, golden_cases, golden_files, padded, whole_batch
 
-from groupwise.advantages import KimiLength, SoftOverlong
 from groupwise.presets import PRESETS
+from groupwise.shaping import (
+    KimiLength,
+    SoftOverlong,
+)
 
 Case = Mapping[str, Any]
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}

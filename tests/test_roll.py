@@ -20,7 +20,11 @@ from groupwise.config import Config
 from groupwise.errors import ConfigError
 from groupwise.foreign import Imported
 from groupwise.foreign.roll import from_roll
-from groupwise.losses import KL, Cispo, EntropyBonus, Reinforce, Topr
+from groupwise.losses import Cispo, Reinforce, Topr
+from groupwise.penalties import (
+    KL,
+    EntropyBonus,
+)
 from groupwise.records import Rollout
 from groupwise.slots import replace
 from groupwise.weights import Importance, SequenceSumNorm

@@ -10,9 +10,21 @@ import torch
 from golden import PROMPT, credited, golden_files, padded, whole_batch
 from numpy.testing import assert_allclose
 
-from groupwise.advantages import BatchStd, GroupMean, GroupStd, LeaveOneOut, normalise
+from groupwise.advantages import (
+    BatchStd,
+    GroupMean,
+    GroupStd,
+    LeaveOneOut,
+    normalise,
+)
 from groupwise.foreign.trl import from_trl
-from groupwise.losses import KL, LossInputs, k1, k2, k3, sequence_level, sequence_product_level
+from groupwise.losses import LossInputs, sequence_level, sequence_product_level
+from groupwise.penalties import (
+    KL,
+    k1,
+    k2,
+    k3,
+)
 from groupwise.presets import DR_GRPO, GRPO, GRPO_TRL_DEFAULT
 from groupwise.weights import Importance, SequenceMean, TokenMean
 

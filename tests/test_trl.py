@@ -27,7 +27,9 @@ from groupwise.config import Config
 from groupwise.errors import ConfigError
 from groupwise.foreign import Imported
 from groupwise.foreign.trl import from_trl, import_trl
-from groupwise.losses import KL
+from groupwise.penalties import (
+    KL,
+)
 from groupwise.records import Rollout
 from groupwise.slots import replace
 

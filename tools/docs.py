@@ -15,7 +15,10 @@ import yaml
 from groupwise.algorithms import Algorithm
 from groupwise.config import reference
 from groupwise.explain import LEGEND, equations
-from groupwise.losses import KL, LossInputs, Reinforce
+from groupwise.losses import LossInputs, Reinforce
+from groupwise.penalties import (
+    KL,
+)
 from groupwise.presets import ABOUT, PRESETS
 from groupwise.slots import Slot
 

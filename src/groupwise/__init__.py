@@ -13,18 +13,13 @@ from groupwise.advantages import (
     BatchMean,
     BatchStd,
     BetaDensity,
-    CosineLength,
     Gae,
     GroupMean,
     GroupStd,
-    KimiLength,
     LeaveOneOut,
     LengthWeightedMean,
-    LinearLength,
     MovingMean,
     ReturnToGo,
-    SoftOverlong,
-    StopProperly,
     Whiten,
 )
 from groupwise.algorithms import Algorithm
@@ -34,23 +29,32 @@ from groupwise.engines import Completion, Learner, Optimizer, Request, Sampler, 
 from groupwise.errors import CheckpointError, ConfigError, DataError, GroupwiseError, ModelError, RewardError
 from groupwise.evaluate import Scores, evaluate
 from groupwise.losses import (
-    KL,
     Cispo,
     Clip,
     Dppo,
-    EntropyBonus,
     Gmpo,
     LossInputs,
     Reinforce,
     Sapo,
     Topr,
     Unclipped,
-    ValueLoss,
     Vespo,
+)
+from groupwise.penalties import (
+    KL,
+    EntropyBonus,
+    ValueLoss,
 )
 from groupwise.presets import CISPO, DAPO, DR_GRPO, GMPO, GRPO, GSPO, PRESETS, REINFORCE_PP, RLOO, SAPO
 from groupwise.records import Batch, Rollout, collate
 from groupwise.rewards import Reward
+from groupwise.shaping import (
+    CosineLength,
+    KimiLength,
+    LinearLength,
+    SoftOverlong,
+    StopProperly,
+)
 from groupwise.slots import replace
 from groupwise.tasks import Task, read_rows
 from groupwise.train import Run, train

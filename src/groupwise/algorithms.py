@@ -25,28 +25,36 @@ from groupwise.advantages import (
     BatchMean,
     BatchStd,
     BetaDensity,
-    CosineLength,
     Credit,
     Gae,
     GroupMean,
     Groups,
     GroupStd,
-    KimiLength,
     LeaveOneOut,
     LengthWeightedMean,
-    LinearLength,
     MovingMean,
     ReturnToGo,
-    Shaping,
-    SoftOverlong,
     Statistic,
-    StopProperly,
     Whiten,
     group_is_flat,
     normalise,
 )
-from groupwise.losses import KL, EntropyBonus, LossInputs, RatioLevel, Surrogate, ValueLoss, clamp_log_ratio
+from groupwise.losses import (
+    LossInputs,
+    RatioLevel,
+    Surrogate,
+    clamp_log_ratio,
+)
+from groupwise.penalties import KL, EntropyBonus, ValueLoss, k3
 from groupwise.records import Batch, Floats, Rollout, collate
+from groupwise.shaping import (
+    CosineLength,
+    KimiLength,
+    LinearLength,
+    Shaping,
+    SoftOverlong,
+    StopProperly,
+)
 from groupwise.slots import OneOf, Slot, replace
 from groupwise.weights import (
     Aggregate,
@@ -304,7 +312,7 @@ class Algorithm(Slot):
             loss = loss + self._loss_kl.coef * diagnostics["kl"]
         if self.entropy is not None and self.entropy.acting:
             loss = loss - self.entropy.coef * x.entropy
-        diagnostics["approx_kl"] = losses.k3(clamp_log_ratio(x.old - x.logprobs))
+        diagnostics["approx_kl"] = k3(clamp_log_ratio(x.old - x.logprobs))
         diagnostics["sampler_mismatch"] = (x.old - x.rollout).abs()
         tokens = x.mask.sum()
         metrics = {name: torch.stack([(d.detach() * x.mask).sum(), tokens]) for name, d in diagnostics.items()}

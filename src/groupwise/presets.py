@@ -13,14 +13,29 @@ from groupwise.advantages import (
     Gae,
     GroupMean,
     GroupStd,
-    KimiLength,
     LeaveOneOut,
     LengthWeightedMean,
-    SoftOverlong,
     Whiten,
 )
 from groupwise.algorithms import Algorithm
-from groupwise.losses import KL, Cispo, Clip, Dppo, Gmpo, Reinforce, Sapo, Topr, ValueLoss, Vespo
+from groupwise.losses import (
+    Cispo,
+    Clip,
+    Dppo,
+    Gmpo,
+    Reinforce,
+    Sapo,
+    Topr,
+    Vespo,
+)
+from groupwise.penalties import (
+    KL,
+    ValueLoss,
+)
+from groupwise.shaping import (
+    KimiLength,
+    SoftOverlong,
+)
 from groupwise.slots import replace
 from groupwise.weights import (
     Decoupled,

@@ -5,11 +5,29 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from groupwise.advantages import BatchMean, BatchStd, Gae, GroupMean, GroupStd, ReturnToGo, Whiten
+from groupwise.advantages import (
+    BatchMean,
+    BatchStd,
+    Gae,
+    GroupMean,
+    GroupStd,
+    ReturnToGo,
+    Whiten,
+)
 from groupwise.config import Tree
 from groupwise.errors import ConfigError
 from groupwise.foreign import Reader
-from groupwise.losses import KL, Cispo, Clip, EntropyBonus, Reinforce, Topr, ValueLoss
+from groupwise.losses import (
+    Cispo,
+    Clip,
+    Reinforce,
+    Topr,
+)
+from groupwise.penalties import (
+    KL,
+    EntropyBonus,
+    ValueLoss,
+)
 from groupwise.weights import Importance, SequenceMean, SequenceSum, SequenceSumNorm, TokenMean
 
 

@@ -5,11 +5,25 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from groupwise.advantages import BatchStd, GroupMean, GroupStd, Whiten
+from groupwise.advantages import (
+    BatchStd,
+    GroupMean,
+    GroupStd,
+    Whiten,
+)
 from groupwise.config import Tree
 from groupwise.errors import ConfigError
 from groupwise.foreign import Reader
-from groupwise.losses import KL, Cispo, Clip, EntropyBonus, Sapo, Vespo
+from groupwise.losses import (
+    Cispo,
+    Clip,
+    Sapo,
+    Vespo,
+)
+from groupwise.penalties import (
+    KL,
+    EntropyBonus,
+)
 from groupwise.weights import (
     Importance,
     MicrobatchTokenMean,
