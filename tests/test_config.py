@@ -75,6 +75,14 @@ def test_what_has_no_effect_is_said() -> None:
     assert any("evaluation.samples" in caution for caution in several.cautions())
 
 
+def test_a_group_of_one_needs_a_baseline_from_elsewhere_and_no_spread_of_its_own() -> None:
+    alone = {**TREE, "group_size": 1}
+    assert Config.parse({**alone, "algorithm": "reinforce"}).group_size == 1
+    assert Config.parse({**alone, "algorithm": {"baseline": "ema", "scale": "none"}}).group_size == 1
+    with pytest.raises(ConfigError, match="no spread to divide by: set algorithm.scale: none"):
+        Config.parse({**alone, "algorithm": {"baseline": "ema"}})
+
+
 def test_lengths_left_open_are_resolved() -> None:
     config = Config.parse({**TREE, "algorithm": "dr_grpo", "sampling": {"max_tokens": 77}}).resolve()
     assert config.algorithm.aggregate.length == 77  # type: ignore[attr-defined]

@@ -391,37 +391,13 @@ def _with_advantages(rollout: Rollout, advantages: Array, returns: Array) -> Rol
 
 def refusals(a: Algorithm) -> Iterator[tuple[bool, str]]:
     """Each combination that cannot be right: (whether this is one, why and what to do instead)."""
-    kl, importance = a.kl, a.correction if isinstance(a.correction, Importance) else None
+    yield from _kl_refusals(a)
+    importance = a.correction if isinstance(a.correction, Importance) else None
     sequence = a.ratio in ("sequence", "sequence_product") and not isinstance(a.surrogate, losses.Reinforce)
     process = a.supervision == "process"
     varies = process or not isinstance(a.credit_over_time, ReturnToGo)
-    kl_per_sequence = kl is not None and kl.placement == "reward_sequence"
-    kl_per_token = a.reward_kl_coef > 0 or (kl is not None and kl.placement == "reward_token")
-    yield (
-        kl is not None and kl.placement == "loss" and kl.estimator == "k1",
-        "kl.estimator k1 in the loss has an expected gradient of zero and regularises nothing; use k2, k3 or k3_is",
-    )
-    yield (
-        kl is not None and kl.placement != "loss" and kl.estimator != "k1",
-        "kl.estimator other than k1 in the reward pushes the wrong way; use k1, or placement: loss",
-    )
-    yield (
-        a.reward_kl_coef > 0 and (kl is None or kl.placement != "loss"),
-        "reward_kl_coef is a KL in the reward beside one in the loss; alone, it is kl: {placement: reward_token}",
-    )
-    yield (
-        kl is not None and kl.placement != "loss" and kl.to != "ref",
-        "kl.placement in the reward measures the distance to the reference policy; set kl.to: ref",
-    )
-    yield (
-        kl is not None and kl.refresh_every > 0 and (kl.to != "ref" or kl.coef == 0),
-        "kl.refresh_every moves the reference policy, which this KL does not use; set kl.to: ref and kl.coef above 0, "
-        "or refresh_every: 0",
-    )
-    yield (
-        kl is not None and kl.level == "sequence" and (kl.estimator != "k2" or kl.placement != "loss"),
-        "kl.level: sequence is Kimi's squared log-ratio of the completion; use estimator: k2 and placement: loss",
-    )
+    kl_per_sequence = a.kl is not None and a.kl.placement == "reward_sequence"
+    kl_per_token = a.reward_kl_coef > 0 or (a.kl is not None and a.kl.placement == "reward_token")
     yield (
         a.anchor == "rollout" and importance is not None and importance.mode != "reject",
         "anchor: rollout already divides by the sampler's probability; correction truncate or mask would do it twice: "
@@ -458,6 +434,35 @@ def refusals(a: Algorithm) -> Iterator[tuple[bool, str]]:
         process and (a.shaping is not None or kl_per_sequence),
         "supervision: process rewards steps, so nothing can be added to the reward of the completion; remove shaping "
         "or the KL in the sequence's reward",
+    )
+
+
+def _kl_refusals(a: Algorithm) -> Iterator[tuple[bool, str]]:
+    kl = a.kl
+    yield (
+        kl is not None and kl.placement == "loss" and kl.estimator == "k1",
+        "kl.estimator k1 in the loss has an expected gradient of zero and regularises nothing; use k2, k3 or k3_is",
+    )
+    yield (
+        kl is not None and kl.placement != "loss" and kl.estimator != "k1",
+        "kl.estimator other than k1 in the reward pushes the wrong way; use k1, or placement: loss",
+    )
+    yield (
+        a.reward_kl_coef > 0 and (kl is None or kl.placement != "loss"),
+        "reward_kl_coef is a KL in the reward beside one in the loss; alone, it is kl: {placement: reward_token}",
+    )
+    yield (
+        kl is not None and kl.placement != "loss" and kl.to != "ref",
+        "kl.placement in the reward measures the distance to the reference policy; set kl.to: ref",
+    )
+    yield (
+        kl is not None and kl.refresh_every > 0 and (kl.to != "ref" or kl.coef == 0),
+        "kl.refresh_every moves the reference policy, which this KL does not use; set kl.to: ref and kl.coef above 0, "
+        "or refresh_every: 0",
+    )
+    yield (
+        kl is not None and kl.level == "sequence" and (kl.estimator != "k2" or kl.placement != "loss"),
+        "kl.level: sequence is Kimi's squared log-ratio of the completion; use estimator: k2 and placement: loss",
     )
 
 

@@ -177,8 +177,9 @@ class Config(Slot):
             f"group_size: {self.group_size}; a group of one has no baseline to beat: use 2 or more "
             "(8 is a good start), or an algorithm with baseline: none, such as reinforce",
         )
+        alone = self.group_size < 2 and not of_group(self.algorithm.baseline)
         yield (
-            self.group_size < 2 and isinstance(self.algorithm.scale, GroupStd),
+            alone and isinstance(self.algorithm.scale, GroupStd),
             f"group_size: {self.group_size}; a group of one has no spread to divide by: set algorithm.scale: none",
         )
         yield (
