@@ -79,7 +79,7 @@ def test_a_group_of_one_needs_a_baseline_from_elsewhere_and_no_spread_of_its_own
     alone = {**TREE, "group_size": 1}
     assert Config.parse({**alone, "algorithm": "reinforce"}).group_size == 1
     assert Config.parse({**alone, "algorithm": {"baseline": "ema", "scale": "none"}}).group_size == 1
-    with pytest.raises(ConfigError, match="no spread to divide by: set algorithm.scale: none"):
+    with pytest.raises(ConfigError, match=r"no spread to divide by: set algorithm\.scale: none"):
         Config.parse({**alone, "algorithm": {"baseline": "ema"}})
 
 
