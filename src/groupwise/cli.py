@@ -125,10 +125,9 @@ def evaluate_model(
 
     if any(text.startswith("sampling.temperature") for text in settings or ()):
         raise ConfigError("sampling.temperature: is that of training; use evaluation.temperature")
-    greedy = [] if samples > 1 else ["evaluation.temperature=0"]
-    spread = ["evaluation.temperature=1"] if samples > 1 else []
+    temperature = f"evaluation.temperature={int(samples > 1)}"  # several samples have to differ, one is the best guess
     config = read_config(
-        [*greedy, *spread, "prompts_per_step=1", *(settings or [])], model=_model_of(model), data=data, rewards=reward
+        [temperature, "prompts_per_step=1", *(settings or [])], model=_model_of(model), data=data, rewards=reward
     )
     parts = build(config)
     sampling = config.sampling.model_copy(update={"temperature": config.evaluation.temperature})
@@ -170,9 +169,9 @@ def sample(
     from groupwise.train import load_sampler
 
     sampler, chat = load_sampler(_model_of(model), Engine())
-    messages = raw or chat.tokenizer.chat_template is None
+    plain = raw or chat.tokenizer.chat_template is None
     request = Request(
-        prompt=chat.prompt(prompt if messages else [{"role": "user", "content": prompt}]),
+        prompt=chat.prompt(prompt if plain else [{"role": "user", "content": prompt}]),
         keys=tuple(key(seed, "sample", i) for i in range(count)),
     )
     if not len(request.prompt):

@@ -39,7 +39,12 @@ class Decoding:
     """int64[B]: the position of the next token, which is how many stand before it."""
 
     def __init__(
-        self, model: PreTrainedModel, prompts: Sequence[Ints], counts: Sequence[int], most: int, lean: bool = False
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Ints],
+        counts: Sequence[int],
+        most: int,
+        lean: Lean | None = None,
     ) -> None:
         """Run every prompt once and spread what it leaves behind over its completions.
 
@@ -48,7 +53,7 @@ class Decoding:
             prompts: N prompts, int32[<= P] each.
             counts: how many completions of each.
             most: R, most tokens of a completion.
-            lean: take steps the short way of `lean.py`; the model must be one that `is_lean`.
+            lean: the model's weights as they are now, to take steps the short way of `lean.py`; None: the long way.
 
         Raises:
             ModelError: the model cannot be decoded this way; see `attention_windows`.
@@ -78,7 +83,7 @@ class Decoding:
         self._mask = torch.zeros(unseen.shape, dtype=model.dtype, device=device)
         self._mask = self._mask.masked_fill_(unseen, -math.inf)[:, None, None]
         self._padded = bool(padding.any())
-        self._lean = Lean(model, self._end + most) if lean else None
+        self._lean = lean
         self._checked = False
 
     @property

@@ -32,7 +32,9 @@ def describe(rollouts: Sequence[Rollout], step: int) -> Metrics:
     """The metrics of a step's rollouts; `reward_std` is the mean spread within a group.  `docs/metrics.md` has each."""
     valid = [rollout for rollout in rollouts if rollout.valid]
     rewards = [rollout.reward for rollout in valid]
-    groups = {rollout.group: [r.reward for r in valid if r.group == rollout.group] for rollout in valid}
+    groups: dict[int, list[float]] = {}
+    for rollout in valid:
+        groups.setdefault(rollout.group, []).append(rollout.reward)
     names = dict.fromkeys(name for rollout in rollouts for name in rollout.rewards)
     sampled = [r.entropies[r.loss_mask] for r in rollouts if r.entropies is not None]
     lengths = [rollout.num_completion_tokens for rollout in rollouts]

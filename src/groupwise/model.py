@@ -214,12 +214,17 @@ def token_logprobs(
         Log-probabilities and entropies in nats, float[B, T] each, aligned with `tokens`, 0 where `mask` is False;
         float64 for a float64 model, otherwise float32.
     """
-    zeros = torch.zeros(tokens.shape, dtype=torch.promote_types(model.dtype, torch.float32), device=tokens.device)
     if not mask.any():
-        return zeros, zeros.clone()
+        nothing = torch.zeros(tokens.shape, dtype=torch.promote_types(model.dtype, torch.float32), device=tokens.device)
+        return nothing, nothing.clone()
     states = states_before(model, tokens, lengths, mask)
     logprobs, entropies = score(model, states, tokens[mask], temperature, entropy)
-    return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropies)
+    return at_tokens(mask, logprobs), at_tokens(mask, entropies)
+
+
+def at_tokens(mask: Tensor, values: Tensor) -> Tensor:
+    """float[B, T]: the values float[N] of the N masked tokens, row by row, in their places; 0 elsewhere."""
+    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
 
 def states_before(model: PreTrainedModel, tokens: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -95,6 +95,16 @@ class Forward:
             return states_before(self.model, batch.tokens, batch.lengths, batch.loss_mask)
         layout = lay_out(batch)
         return hidden_states(self.model, layout.tokens, position_ids=layout.positions, layout=layout)[0, layout.before]
+
+    @torch.no_grad()
+    def for_each_token(self, batch: Batch, budget: int, of_part: Callable[[Batch], Tensor]) -> Tensor:
+        """float[B, T] on the CPU: what `of_part` says, float[b, t], of each part of the batch; 0 for other rows."""
+        found = torch.zeros(batch.tokens.shape, dtype=torch.promote_types(self.model.dtype, torch.float32))
+        with self.microbatches(batch, budget) as parts:
+            for index, part in parts:
+                values = of_part(part)
+                found[index, : values.shape[1]] = values.cpu()
+        return found
 
     @contextlib.contextmanager
     def _attention(self, name: str) -> Generator[None]:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from groupwise.engines import Optimizer, ValueLossFn
 from groupwise.engines.steps import Steps, distinct, restore_weights, save_weights
+from groupwise.model import at_tokens
 from groupwise.packing import Forward
 from groupwise.records import Batch
 
@@ -42,15 +43,9 @@ class LocalCritic:
         decoder = cast(Any, model).get_decoder()
         self._steps = Steps(chain(decoder.parameters(), self._head.parameters()), optimizer, total_updates)
 
-    @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
         """See `Critic.values`."""
-        found = torch.zeros(batch.tokens.shape, dtype=torch.promote_types(self._model.dtype, torch.float32))
-        with self._forward.microbatches(batch, self._microbatch_tokens) as parts:
-            for index, part in parts:
-                values = self._values(part)
-                found[index, : values.shape[1]] = values.cpu()
-        return found
+        return self._forward.for_each_token(batch, self._microbatch_tokens, self._values)
 
     def update(self, batch: Batch, loss: ValueLossFn) -> dict[str, float]:
         """See `Critic.update`.
@@ -92,10 +87,7 @@ class LocalCritic:
     def _values(self, part: Batch) -> Tensor:
         """float[B, T], 0 where `loss_mask` is False."""
         values = self._head(self._forward.states(part)).squeeze(-1)
-        values = values.to(torch.promote_types(values.dtype, torch.float32))
-        return torch.zeros(part.tokens.shape, dtype=values.dtype, device=values.device).masked_scatter(
-            part.loss_mask, values
-        )
+        return at_tokens(part.loss_mask, values.to(torch.promote_types(values.dtype, torch.float32)))
 
 
 def _hidden_size(model: PreTrainedModel) -> int:

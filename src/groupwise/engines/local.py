@@ -22,8 +22,9 @@ from groupwise.engines import Completion, LossFn, Optimizer, Request, Sampling
 from groupwise.engines.critic import LocalCritic
 from groupwise.engines.steps import Steps, distinct, restore_weights, save_weights
 from groupwise.errors import GroupwiseError, ModelError
-from groupwise.lean import is_lean
+from groupwise.lean import Lean, is_lean
 from groupwise.model import (
+    at_tokens,
     check_head,
     check_tokenizer,
     context_length,
@@ -159,8 +160,11 @@ class LocalSampler:
             ModelError: a prompt leaves no room in the model's context.
         """
         completions: list[list[Completion]] = [[] for _ in requests]
+        slots = max((len(request.prompt) for request in requests), default=0) + sampling.max_tokens
+        lean = Lean(self._model, slots) if self._lean and requests else None
         for wave in self._waves(requests, sampling.max_tokens):
-            for index, group in zip(wave, self._sample_wave([requests[i] for i in wave], sampling), strict=True):
+            groups = self._sample_wave([requests[i] for i in wave], sampling, lean if self._lean else None)
+            for index, group in zip(wave, groups, strict=True):
                 completions[index] = group
         return completions
 
@@ -182,12 +186,14 @@ class LocalSampler:
         if wave:
             yield wave
 
-    def _sample_wave(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+    def _sample_wave(
+        self, requests: Sequence[Request], sampling: Sampling, lean: Lean | None
+    ) -> list[list[Completion]]:
         device, most = self._model.device, sampling.max_tokens
         keys = [key for request in requests for key in request.keys]
         uniforms = torch.from_numpy(np.stack([seeding.uniforms(key, most) for key in keys])).to(device)
         prompts, counts = [request.prompt for request in requests], [len(request.keys) for request in requests]
-        decoding = Decoding(self._model, prompts, counts, most, lean=self._lean)
+        decoding = Decoding(self._model, prompts, counts, most, lean)
         limits = (self._context - decoding.positions).clamp(max=most)
         drawn = Drawn(len(keys), most, device)
         rows = torch.arange(len(keys), device=device)
@@ -248,7 +254,6 @@ class LocalLearner:
         self._refreshed = False
         self._steps = Steps(model.parameters(), optimizer, total_updates)
 
-    @torch.no_grad()
     def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor:
         """See `Learner.logprobs`.
 
@@ -256,12 +261,9 @@ class LocalLearner:
             GroupwiseError: `reference` is asked for and there is none.
         """
         forward = self._reference_forward() if reference else self._forward
-        found = torch.zeros(batch.tokens.shape, dtype=torch.promote_types(self._model.dtype, torch.float32))
-        with forward.microbatches(batch, self._microbatch_tokens) as parts:
-            for index, part in parts:
-                scored, _ = self._score(forward, part, entropy=False)
-                found[index, : scored.shape[1]] = scored.cpu()
-        return found
+        return forward.for_each_token(
+            batch, self._microbatch_tokens, lambda part: self._score(forward, part, entropy=False)[0]
+        )
 
     def update(self, batch: Batch, loss: LossFn) -> dict[str, float]:
         """See `Learner.update`.  `loss`, `grad_norm` (before clipping) and `learning_rate` are among the metrics.
@@ -293,8 +295,7 @@ class LocalLearner:
         """Log-probs and entropies, float[B, T]."""
         mask = part.loss_mask
         scored = score(forward.model, forward.states(part), part.tokens[mask], self._temperature, entropy)
-        zeros = torch.zeros(mask.shape, dtype=scored[0].dtype, device=mask.device)
-        return zeros.masked_scatter(mask, scored[0]), zeros.masked_scatter(mask, scored[1])
+        return at_tokens(mask, scored[0]), at_tokens(mask, scored[1])
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors of the policy, on its device, not copied; of tied weights, the first name."""
