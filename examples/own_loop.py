@@ -43,7 +43,7 @@ def main() -> None:
         rollouts = annotate(rollouts, parts, algorithm.needs(config.updates_per_step))  # log-probs, where needed
         rollouts = algorithm.credit(rollouts)  # rewards -> advantages
         batches = algorithm.batches(rollouts, config.updates_per_step)  # tensors and token weights
-        updates = [parts.learner.update(batch, algorithm.loss) for batch in batches]
+        updates = [parts.learner.update(batch, algorithm.loss, per_token=algorithm.per_token) for batch in batches]
         parts.sampler.load(parts.learner.weights(), version=step + 1)
         reward, loss = sum(rollout.reward for rollout in sampled) / len(sampled), updates[0]["loss"]
         print(f"step {step + 1}: reward {reward:.3f}, trained on {len(rollouts)} of {len(sampled)}, loss {loss:.4f}")

@@ -120,3 +120,32 @@ def tiny_folder(path: Path, architecture: str = "qwen3", **changes: Any) -> Path
     tiny_model(architecture, **changes).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return path
+
+
+def ragged_rows() -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, lengths, mask) of rows longer than the sliding window; padding is token 0, which also occurs inside."""
+    lengths = torch.tensor([13, 9, 4, 11])
+    tokens = torch.randint(0, VOCABULARY, (4, 13)) * (torch.arange(13) < lengths[:, None])
+    mask = (torch.arange(13) >= 3) & (torch.arange(13) < lengths[:, None])
+    mask[0, 7] = False  # what an environment said
+    return tokens, lengths, mask
+
+
+TEMPERATURE = 0.7
+
+
+def by_the_definition(model: PreTrainedModel, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies from all logits of one row at a time, without padding, at `TEMPERATURE`."""
+    found = torch.zeros(2, *tokens.shape, dtype=torch.float64)
+    for row, column in mask.nonzero().tolist():
+        logits = model(input_ids=tokens[row : row + 1, :column]).logits[0, -1] / TEMPERATURE
+        logprobs = logits.log_softmax(-1)
+        found[0, row, column] = logprobs[tokens[row, column]]
+        found[1, row, column] = -(logprobs.exp() * logprobs).sum()
+    return found[0], found[1]
+
+
+def gradient(model: PreTrainedModel, value: Tensor) -> Tensor:
+    """Of all parameters that train, joined."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.cat([part.flatten() for part in torch.autograd.grad(value, parameters)])

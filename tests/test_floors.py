@@ -16,7 +16,7 @@ SRC = Path(__file__).parents[1] / "src" / "groupwise"
 
 FLOORS = (
     {"errors", "records", "seeding", "slots"},
-    {"advantages", "shaping", "weights", "losses", "penalties", "model", "lean", "decoding", "packing"},
+    {"advantages", "shaping", "weights", "losses", "penalties", "model", "head", "lean", "decoding", "packing"},
     {"algorithms", "presets", "chat", "engines"},
     {"rollout", "tasks", "rewards"}
     | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
@@ -31,7 +31,8 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "shaping": {"advantages"},
     "penalties": {"losses"},
     "weights": {"losses"},
-    "decoding": {"lean", "model"},
+    "head": {"model"},
+    "decoding": {"lean", "head"},
     "engines.critic": {"engines.steps"},
     "engines.local": {"engines.steps", "engines.critic"},
     "packing": {"model"},
@@ -49,7 +50,18 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "cli": {"quickstart", "foreign.cli"},
 }
 # An engine knows tensors and requests, never an algorithm, a task or the loop.
-ENGINES_MAY_IMPORT = {"engines", "model", "lean", "decoding", "packing", "records", "slots", "seeding", "errors"}
+ENGINES_MAY_IMPORT = {
+    "engines",
+    "model",
+    "head",
+    "lean",
+    "decoding",
+    "packing",
+    "records",
+    "slots",
+    "seeding",
+    "errors",
+}
 
 # What `pip install groupwise` brings. pydantic_core, huggingface_hub and pyarrow come with pydantic, transformers
 # and datasets and are part of their interface.

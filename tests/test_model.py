@@ -5,9 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from models import ARCHITECTURES, STOP, VOCABULARY, tiny_folder, tiny_model, tiny_tokenizer
+from models import (
+    ARCHITECTURES,
+    STOP,
+    TEMPERATURE,
+    by_the_definition,
+    gradient,
+    ragged_rows,
+    tiny_folder,
+    tiny_model,
+    tiny_tokenizer,
+)
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -15,13 +24,12 @@ from transformers import (
     CohereConfig,
     Gemma3TextConfig,
     GraniteConfig,
-    PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
 )
 
-from groupwise import model as module
 from groupwise.errors import ModelError
+from groupwise.head import token_logprobs
 from groupwise.model import (
     check_head,
     check_tokenizer,
@@ -30,99 +38,7 @@ from groupwise.model import (
     load_tokenizer,
     save_model,
     stop_token_ids,
-    token_logprobs,
 )
-
-TEMPERATURE = 0.7
-
-
-def ragged_rows() -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens, lengths, mask) of rows longer than the sliding window; padding is token 0, which also occurs inside."""
-    lengths = torch.tensor([13, 9, 4, 11])
-    tokens = torch.randint(0, VOCABULARY, (4, 13)) * (torch.arange(13) < lengths[:, None])
-    mask = (torch.arange(13) >= 3) & (torch.arange(13) < lengths[:, None])
-    mask[0, 7] = False  # what an environment said
-    return tokens, lengths, mask
-
-
-def by_the_definition(model: PreTrainedModel, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies from all logits of one row at a time, without padding."""
-    found = torch.zeros(2, *tokens.shape, dtype=torch.float64)
-    for row, column in mask.nonzero().tolist():
-        logits = model(input_ids=tokens[row : row + 1, :column]).logits[0, -1] / TEMPERATURE
-        logprobs = logits.log_softmax(-1)
-        found[0, row, column] = logprobs[tokens[row, column]]
-        found[1, row, column] = -(logprobs.exp() * logprobs).sum()
-    return found[0], found[1]
-
-
-def gradient(model: PreTrainedModel, value: Tensor) -> Tensor:
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.cat([part.flatten() for part in torch.autograd.grad(value, parameters)])
-
-
-@pytest.mark.parametrize("rows_per_chunk", [5, 1000])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_scores_and_their_gradient_are_those_of_the_definition(
-    architecture: str, rows_per_chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "LOGITS_PER_CHUNK", rows_per_chunk * VOCABULARY)
-    model = tiny_model(architecture, torch.float64)
-    tokens, lengths, mask = ragged_rows()
-    weights = torch.randn(2, *tokens.shape, dtype=torch.float64)
-
-    logprobs, entropies = token_logprobs(model, tokens, lengths, mask, TEMPERATURE, entropy=True)
-    found = gradient(model, (weights[0] * logprobs + weights[1] * entropies).sum())
-    expected = by_the_definition(model, tokens, mask)
-    wanted = gradient(model, (weights[0] * expected[0] + weights[1] * expected[1]).sum())
-
-    torch.testing.assert_close(logprobs, expected[0], atol=1e-10, rtol=0)
-    torch.testing.assert_close(entropies, expected[1], atol=1e-10, rtol=0)
-    tolerance = 1e-5 if architecture == "gemma2" else 1e-10  # its attention is partly in float32
-    torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
-
-
-def test_what_stands_in_the_padding_changes_nothing() -> None:
-    model = tiny_model("gemma2", torch.float64)
-    tokens, lengths, mask = ragged_rows()
-    garbage = torch.where(torch.arange(13) < lengths[:, None], tokens, 5)
-    wider = torch.nn.functional.pad(garbage, (0, 4), value=7), lengths, torch.nn.functional.pad(mask, (0, 4))
-    logprobs, _ = token_logprobs(model, tokens, lengths, mask, 1.0, entropy=False)
-    others, _ = token_logprobs(model, *wider, 1.0, entropy=False)
-    torch.testing.assert_close(others[:, :13], logprobs, atol=1e-12, rtol=0)
-    assert not others[:, 13:].any()
-
-
-def test_only_masked_positions_reach_the_head_and_never_more_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOGITS_PER_CHUNK", 8 * VOCABULARY + 3)
-    model = tiny_model("qwen3")
-    tokens, lengths, mask = ragged_rows()
-    rows: list[int] = []
-    model.get_output_embeddings().register_forward_hook(lambda _, __, logits: rows.append(logits.shape[:-1].numel()))
-
-    logprobs, _ = token_logprobs(model, tokens, lengths, mask, 1.0, entropy=True)
-    scored = int(mask.sum())
-    assert sum(rows) == scored
-    assert max(rows) == 8
-    logprobs.sum().backward()
-    assert sum(rows) == 2 * scored  # each chunk once more, instead of being kept
-    assert max(rows) == 8
-
-
-def test_entropies_are_computed_only_when_asked_for() -> None:
-    model = tiny_model("llama", torch.float64)
-    tokens, lengths, mask = ragged_rows()
-    assert token_logprobs(model, tokens, lengths, mask, 1.0, entropy=True)[1].requires_grad
-    assert not token_logprobs(model, tokens, lengths, mask, 1.0, entropy=False)[1].any()
-
-
-def test_half_precision_weights_give_float32_scores() -> None:
-    model = tiny_model("llama", torch.bfloat16)
-    tokens, lengths, mask = ragged_rows()
-    found, _ = token_logprobs(model, tokens, lengths, mask, 1.0, entropy=False)
-    exact, _ = token_logprobs(model.double(), tokens, lengths, mask, 1.0, entropy=False)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), exact, atol=0.3, rtol=0)
 
 
 @pytest.mark.parametrize(

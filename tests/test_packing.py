@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from groupwise import packing
 from groupwise.engines import Optimizer
 from groupwise.engines.local import LocalLearner
-from groupwise.model import load_model, token_logprobs
+from groupwise.head import token_logprobs
+from groupwise.model import load_model
 from groupwise.packing import Forward, lay_out, packed_parts
 from groupwise.records import Batch, Rollout, collate
 

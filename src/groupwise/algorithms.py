@@ -85,6 +85,8 @@ Surrogates = OneOf(
     losses.Vespo,
     losses.Dppo,
 )
+PER_TOKEN = set(Surrogates.members.values()) - {losses.Gmpo}
+"""Surrogates whose value at a token depends on nothing else in its row."""
 Aggregates = OneOf(TokenMean, PromptMean, SequenceMean, SequenceSum, SequenceSumNorm, Decoupled, MicrobatchTokenMean)
 
 
@@ -341,6 +343,17 @@ class Algorithm(Slot):
         assert self.critic is not None and batch.values is not None and batch.returns is not None
         per_token = self.critic(values.where(batch.loss_mask, 0.0), batch.values, batch.returns)
         return (per_token * batch.weights).sum()
+
+    @property
+    def per_token(self) -> bool:
+        """Whether each term of the loss looks at one token alone; not assumed of pieces that are not ours."""
+        correction, kl = self.correction, self._loss_kl
+        return (
+            self.ratio == "token"
+            and type(self.surrogate) in PER_TOKEN
+            and (correction is None or (isinstance(correction, Importance) and correction.level == "token"))
+            and (kl is None or kl.level == "token")
+        )
 
     @property
     def _token_kl_coef(self) -> float:

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, get_layer_types_and_kwargs
 
 from groupwise.errors import ModelError
+from groupwise.head import entropy_of
 from groupwise.lean import Lean, differs
-from groupwise.model import entropy_of
 from groupwise.records import Floats, Ints
 
 

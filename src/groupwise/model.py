@@ -1,4 +1,4 @@
-"""Load a causal language model and score tokens with it, without ever holding the logits of a whole batch.
+"""Load a causal language model, check that we can serve it, and run it: tokens -> states -> logits.
 
 Shapes: B rows, T tokens of the longest row, V vocabulary, D hidden size, N scored tokens.  Rows are right-padded.
 Under causal attention no token sees what comes after it, so right-padding needs neither an attention mask nor
@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,9 +27,6 @@ from transformers import logging as transformers_logging
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from groupwise.errors import ModelError
-
-LOGITS_PER_CHUNK = 2**24
-"""Most logits that exist at one time while scoring (64 MiB in float32)."""
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 
@@ -137,7 +133,7 @@ def check_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
     Raises:
         ModelError: the tokenizer has more tokens than the model.
     """
-    tokens, rows = len(tokenizer), _vocabulary(model)
+    tokens, rows = len(tokenizer), vocabulary(model)
     if tokens > rows:
         raise ModelError(
             f"{model.config.name_or_path}: the tokenizer has {tokens} tokens but the model embeds only {rows}; "
@@ -153,7 +149,7 @@ def check_head(model: PreTrainedModel) -> None:
         ModelError: `logits` differs from what the model itself computes, or a later token changes an earlier logit.
     """
     name = f"{model.config.name_or_path or 'the model'} ({type(model).__name__})"
-    tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=model.device) % _vocabulary(model)
+    tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=model.device) % vocabulary(model)
     theirs = model(input_ids=tokens, use_cache=False).logits
     ours = logits(model, hidden_states(model, tokens))
     tolerance = 16 * torch.finfo(theirs.dtype).eps * max(1.0, theirs.abs().max().item())
@@ -186,84 +182,14 @@ def logits(model: PreTrainedModel, hidden: Tensor, temperature: float = 1.0) -> 
     return values if temperature == 1.0 else values / temperature
 
 
-def entropy_of(logprobs: Tensor, probs: Tensor) -> Tensor:
-    """float[...]: entropy in nats, from float[..., V] log-probabilities (-inf is allowed) and probabilities."""
-    return -(probs * logprobs.clamp_min(torch.finfo(logprobs.dtype).min)).sum(-1)
-
-
-def token_logprobs(
-    model: PreTrainedModel,
-    tokens: Tensor,
-    lengths: Tensor,
-    mask: Tensor,
-    temperature: float,
-    entropy: bool,
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of each masked token given those before it, and the entropy of its distribution.
-
-    Only masked positions go through the head; see `score`.
-
-    Args:
-        tokens: int64[B, T], right-padded.
-        lengths: int64[B]; columns beyond the longest row are not computed.
-        mask: bool[B, T]: which tokens to score; False in column 0, before which there is nothing.
-        temperature: the logits are divided by it; above 0.
-        entropy: compute entropies; otherwise they are 0.
-
-    Returns:
-        Log-probabilities and entropies in nats, float[B, T] each, aligned with `tokens`, 0 where `mask` is False;
-        float64 for a float64 model, otherwise float32.
-    """
-    if not mask.any():
-        nothing = torch.zeros(tokens.shape, dtype=torch.promote_types(model.dtype, torch.float32), device=tokens.device)
-        return nothing, nothing.clone()
-    states = states_before(model, tokens, lengths, mask)
-    logprobs, entropies = score(model, states, tokens[mask], temperature, entropy)
-    return at_tokens(mask, logprobs), at_tokens(mask, entropies)
-
-
-def at_tokens(mask: Tensor, values: Tensor) -> Tensor:
-    """float[B, T]: the values float[N] of the N masked tokens, row by row, in their places; 0 elsewhere."""
-    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
-
-
 def states_before(model: PreTrainedModel, tokens: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
-    """float[N, D]: the state from which each masked token is predicted, row by row; see `token_logprobs`."""
+    """float[N, D]: the state from which each masked token is predicted, row by row.
+
+    `tokens` is int64[B, T], right-padded; columns beyond the longest row are not computed.
+    """
     assert not mask[:, 0].any(), "the first token has no log-probability"
     width = int(lengths.max())
     return hidden_states(model, tokens[:, :width])[:, :-1][mask[:, 1:width]]
-
-
-def score(
-    model: PreTrainedModel, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of int64[N] tokens and entropies, float[N] each, from the states float[N, D] before them.
-
-    The head runs on a chunk at a time; when there are several, the logits of each are computed again in the backward
-    pass instead of being kept.
-    """
-    rows = max(1, LOGITS_PER_CHUNK // _vocabulary(model))
-    once = len(targets) <= rows or not torch.is_grad_enabled()
-    chunk = _score_chunk if once else _score_chunk_again_in_backward
-    parts = zip(hidden.split(rows), targets.split(rows), strict=True)
-    scored = [chunk(model, states, chosen, temperature, entropy) for states, chosen in parts]
-    logprobs, entropies = (torch.cat(part) for part in zip(*scored, strict=True))
-    return logprobs, entropies
-
-
-def _score_chunk(
-    model: PreTrainedModel, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool
-) -> tuple[Tensor, Tensor]:
-    logprobs = torch.log_softmax(logits(model, hidden, temperature), dim=-1)
-    chosen = logprobs.gather(-1, targets[:, None]).squeeze(-1)
-    if not entropy:
-        return chosen, torch.zeros_like(chosen)
-    return chosen, entropy_of(logprobs, logprobs.exp())
-
-
-def _score_chunk_again_in_backward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    # There is no dropout, so the random state need not be restored for the second computation.
-    return cast(Any, checkpoint)(_score_chunk, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def _disable_dropout(model: PreTrainedModel) -> None:
@@ -294,7 +220,7 @@ def _checkpointing_mode(model: PreTrainedModel) -> Generator[None]:
             model.eval()
 
 
-def _vocabulary(model: PreTrainedModel) -> int:
+def vocabulary(model: PreTrainedModel) -> int:
     """How many tokens the model embeds and predicts; may be more than its tokenizer has."""
     return cast(Any, model.get_input_embeddings()).weight.shape[0]
 

@@ -58,7 +58,7 @@ def loop(config: Config, parts: Parts, log: RunLog, start: int = 0) -> None:
 
 def update(batch: Batch, algorithm: Algorithm, parts: Parts) -> dict[str, float]:
     """One optimizer step of the policy, and of the critic if there is one; their metrics."""
-    metrics = parts.learner.update(batch, algorithm.loss)
+    metrics = parts.learner.update(batch, algorithm.loss, per_token=algorithm.per_token)
     return metrics if parts.critic is None else metrics | parts.critic.update(batch, algorithm.value_loss)
 
 

@@ -107,8 +107,10 @@ class Learner(Protocol):
         temperature; 0 where `batch.loss_mask` is False.  No gradient."""
         ...
 
-    def update(self, batch: Batch, loss: LossFn) -> dict[str, float]:
-        """One optimizer step on the sum of `loss` over the batch; the metrics, as means."""
+    def update(self, batch: Batch, loss: LossFn, *, per_token: bool = False) -> dict[str, float]:
+        """One optimizer step on the sum of `loss` over the batch; the metrics, as means.
+
+        `per_token` says that no term of the loss looks at more than one token, so that rows may be cut as well."""
         ...
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from groupwise.engines import Optimizer, ValueLossFn
 from groupwise.engines.steps import Steps, distinct, restore_weights, save_weights
-from groupwise.model import at_tokens
+from groupwise.head import at_tokens
 from groupwise.packing import Forward
 from groupwise.records import Batch
 

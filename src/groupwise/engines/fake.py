@@ -71,7 +71,7 @@ class RecordingLearner:
         """Zeros, float[B, T]."""
         return torch.zeros_like(batch.rollout_logprobs)
 
-    def update(self, batch: Batch, loss: LossFn) -> dict[str, float]:
+    def update(self, batch: Batch, loss: LossFn, *, per_token: bool = False) -> dict[str, float]:
         """Keep the batch; the loss and metrics of a policy that has not moved."""
         self.batches.append(batch)
         self.updates += 1

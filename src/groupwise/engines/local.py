@@ -22,16 +22,15 @@ from groupwise.engines import Completion, LossFn, Optimizer, Request, Sampling
 from groupwise.engines.critic import LocalCritic
 from groupwise.engines.steps import Steps, distinct, restore_weights, save_weights
 from groupwise.errors import GroupwiseError, ModelError
+from groupwise.head import at_tokens, learn, score
 from groupwise.lean import Lean, is_lean
 from groupwise.model import (
-    at_tokens,
     check_head,
     check_tokenizer,
     context_length,
     load_model,
     load_tokenizer,
     logits,
-    score,
     stop_token_ids,
 )
 from groupwise.packing import Forward
@@ -261,11 +260,16 @@ class LocalLearner:
             GroupwiseError: `reference` is asked for and there is none.
         """
         forward = self._reference_forward() if reference else self._forward
-        return forward.for_each_token(
-            batch, self._microbatch_tokens, lambda part: self._score(forward, part, entropy=False)[0]
-        )
 
-    def update(self, batch: Batch, loss: LossFn) -> dict[str, float]:
+        def scored(part: Batch) -> Tensor:
+            targets = part.tokens[part.loss_mask]
+            return at_tokens(
+                part.loss_mask, score(forward.model, forward.states(part), targets, self._temperature, entropy=False)[0]
+            )
+
+        return forward.for_each_token(batch, self._microbatch_tokens, scored)
+
+    def update(self, batch: Batch, loss: LossFn, *, per_token: bool = False) -> dict[str, float]:
         """See `Learner.update`.  `loss`, `grad_norm` (before clipping) and `learning_rate` are among the metrics.
 
         A batch without rows is a step with zero gradient: AdamW's averages, and with them the weights, move on.
@@ -279,23 +283,23 @@ class LocalLearner:
             total = torch.zeros((), dtype=torch.float64, device=self._model.device)
             with self._forward.microbatches(batch, self._microbatch_tokens) as parts:
                 for _, part in parts:
-                    value, metrics = loss(*self._score(self._forward, part, self._entropy), part)
-                    if value.requires_grad:
-                        value.backward()
-                    total += value.detach()
+                    value, metrics = learn(
+                        self._model,
+                        self._forward.states(part),
+                        part,
+                        loss,
+                        self._temperature,
+                        entropy=self._entropy,
+                        per_token=per_token,
+                    )
+                    total += value
                     for name, metric in metrics.items():
-                        sums[name] = sums.get(name, 0) + metric.detach().double()
+                        sums[name] = sums.get(name, 0) + metric
             return total.item()
 
         taken = self._steps.take(accumulate)
         totals = {name: metric.tolist() for name, metric in sums.items()}
         return {name: value / count for name, (value, count) in totals.items() if count} | taken
-
-    def _score(self, forward: Forward, part: Batch, entropy: bool) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies, float[B, T]."""
-        mask = part.loss_mask
-        scored = score(forward.model, forward.states(part), part.tokens[mask], self._temperature, entropy)
-        return at_tokens(mask, scored[0]), at_tokens(mask, scored[1])
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors of the policy, on its device, not copied; of tied weights, the first name."""
