@@ -130,12 +130,12 @@ def test_parts_hold_every_row_once_within_the_budget(budget: int) -> None:
 def test_a_model_whose_packed_rows_differ_is_padded_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def blind(q: Tensor, k: Tensor, v: Tensor, before: int, options: dict[str, Any]) -> Tensor:
-        return torch.zeros_like(q)
+    def blind(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(q), torch.zeros(q.shape[:3])
 
     model, batch = tiny_model("qwen3"), ragged_groups()
     expected, _ = token_logprobs(model, batch.tokens, batch.lengths, batch.loss_mask, 1.0, entropy=False)
-    monkeypatch.setattr(packing, "_attend", blind)
+    monkeypatch.setattr(packing, "_flash", blind)
     learner = LocalLearner(model, Optimizer(), temperature=1.0, microbatch_tokens=10**6, total_updates=1)
     with caplog.at_level(logging.WARNING):
         found = learner.logprobs(batch)

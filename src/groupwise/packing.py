@@ -6,8 +6,8 @@ Every token runs through the linear layers once, without padding.  Attention alo
 prompt and itself, nothing else.  As no token of a prompt depends on what follows it, log-probs are those of separate
 rows, and so is the gradient: that of a prompt is the sum over its responses.
 
-Shapes: T tokens of the packed row, H heads, D head size; a bucket has N prompts of equal length P and M responses of at
-most L tokens.  Nothing here knows an algorithm, and no algorithm knows that this exists.
+Shapes: T tokens of the packed row, H heads, E head size; a bucket has N prompts of equal length P, with M responses of
+at most L tokens each.  Nothing here knows an algorithm, and no algorithm knows that this exists.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
@@ -37,16 +38,16 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Prompts of one length and what follows them, as places in the packed row."""
+    """Prompts of one length with equally many responses, as places in the packed row."""
 
     prompts: Tensor
     """int64[N, P]"""
-    owners: Tensor
-    """int64[M]: the prompt of each response."""
     responses: Tensor
-    """int64[M, L]; past the end of a response, its last place again."""
+    """int64[N, M, L]; past the end of a response, its last place again."""
     inside: Tensor
-    """bool[M, L]: which of those are its own."""
+    """bool[N, M, L]: which of those are its own."""
+    ragged: bool
+    """Whether any are not."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,9 @@ def lay_out(batch: Batch) -> Layout:
     return Layout(
         tokens=put(np.concatenate(row_tokens), device=device)[None],
         positions=put(np.concatenate(positions), device=device)[None],
-        buckets=tuple(Bucket(*(put(array, device=device) for array in bucket)) for bucket in buckets),
+        buckets=tuple(
+            Bucket(*(put(array, device=device) for array in bucket), ragged=not bucket[-1].all()) for bucket in buckets
+        ),
         order=put(order, device=device),
         before=put(before, device=device),
     )
@@ -204,20 +207,19 @@ def _bucket(
     families: list[list[int]], starts: Index, ends: Index, first: Index, rest: Index, total: int
 ) -> tuple[list[tuple[Any, ...]], Index]:
     """The arrays of each bucket, and `Layout.order`."""
-    by_length: dict[int, list[list[int]]] = {}
+    alike: dict[tuple[int, int], list[list[int]]] = {}
     for rows in families:
-        by_length.setdefault(int(starts[rows[0]]), []).append(rows)
+        alike.setdefault((int(starts[rows[0]]), len(rows)), []).append(rows)
     buckets: list[tuple[Any, ...]] = []
     joined: list[Index] = []
-    for length, members in by_length.items():
-        prompts = first[[rows[0] for rows in members]][:, None] + np.arange(length)
-        rows = np.array([row for family in members for row in family])
-        owners = np.repeat(np.arange(len(members)), [len(family) for family in members])
-        lengths = ends[rows] - length
+    for (length, _), members in alike.items():
+        rows = np.array(members)
+        prompts = first[rows[:, 0]][:, None] + np.arange(length)
+        lengths = (ends[rows] - length)[..., None]
         steps = np.arange(max(int(lengths.max()), 0))
-        responses = rest[rows][:, None] + np.minimum(steps, np.maximum(lengths - 1, 0)[:, None])
-        inside = steps < lengths[:, None]
-        buckets.append((prompts, owners, np.minimum(responses, total - 1), inside))
+        responses = rest[rows][..., None] + np.minimum(steps, np.maximum(lengths - 1, 0))
+        inside = steps < lengths
+        buckets.append((prompts, np.minimum(responses, total - 1), inside))
         joined += [prompts.ravel(), responses[inside]]
     order = np.empty(total, dtype=np.int64)
     order[np.concatenate(joined)] = np.arange(total)
@@ -262,21 +264,106 @@ def padded_parts(lengths: Tensor, budget: int) -> Iterator[Tensor]:
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface, [1, H, T, D] -> [1, T, H, D], for a row laid out by `options["layout"]`."""
+    """transformers' attention interface, [1, H, T, E] -> [1, T, H, E], for a row laid out by `options["layout"]`."""
     layout = cast(Layout, options["layout"])
-    if options.get("sliding_window") is None and _window(module.config, getattr(module, "layer_idx", None)) is not None:
+    window, cap = options.get("sliding_window"), options.get("softcap")
+    if window is None and _window(module.config, getattr(module, "layer_idx", None)) is not None:
         raise _WindowUnknownError
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    if window is None and cap is None and q.device.type == "cpu":
+        return cast(Any, _SharedPrompt).apply(q, k, v, layout, options["scaling"])[None], None
     outputs: list[Tensor] = []
     for bucket in layout.buckets:
-        shape = bucket.prompts.shape[1], bucket.responses.shape[1]
         pq, pk, pv = (states[bucket.prompts] for states in (q, k, v))
         outputs.append(_attend(pq, pk, pv, 0, options).flatten(0, 1))
-        if shape[1]:
+        if bucket.responses.shape[2]:
             rq, rk, rv = (states[bucket.responses] for states in (q, k, v))
-            rk, rv = (torch.cat([p[bucket.owners], r], 1) for p, r in ((pk, rk), (pv, rv)))
-            outputs.append(_attend(rq, rk, rv, shape[0], options)[bucket.inside])
+            shape = rk.shape[1]
+            rk, rv = (torch.cat([p[:, None].expand(-1, shape, -1, -1, -1), r], 2) for p, r in ((pk, rk), (pv, rv)))
+            rq, rk, rv = (states.flatten(0, 1) for states in (rq, rk, rv))
+            outputs.append(_attend(rq, rk, rv, pk.shape[1], options)[bucket.inside.flatten(0, 1)])
     return torch.cat(outputs)[layout.order][None], None
+
+
+class _SharedPrompt(torch.autograd.Function):
+    """Full attention on the CPU in which the responses read the keys of their prompt where they are.
+
+    A response attends to its prompt and to itself in two calls, merged by their log-sum-exps.  The kernel's own
+    backward pass does each call's share: given the merged output and log-sum-exp, its probabilities are those of the
+    whole row.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = torch.empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+        for bucket in layout.buckets:
+            p, r = bucket.prompts, bucket.responses
+            pk, pv = k[p], v[p]
+            out[p], lse[p] = _flash(q[p], pk, pv, True, scale)
+            if not r.numel():
+                continue
+            rq, rk, rv = q[r], k[r], v[r]
+            theirs, theirs_lse = _flash(rq.flatten(1, 2), pk, pv, False, scale)
+            own, own_lse = (x.view(*r.shape, *x.shape[2:]) for x in _flash(*_rows(rq, rk, rv), True, scale))
+            theirs, theirs_lse = theirs.view_as(own), theirs_lse.view_as(own_lse)
+            total = torch.logaddexp(theirs_lse, own_lse)
+            weight = (theirs_lse - total).exp_()[..., None].to(own.dtype)
+            places, own, total = _inside(bucket, r, torch.lerp(own, theirs, weight), total)
+            out[places], lse[places] = own, total
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.layout, ctx.scale = layout, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        (grad,) = gradients
+        dq, dk, dv = (torch.empty_like(states, memory_format=torch.contiguous_format) for states in (q, k, v))
+        for bucket in ctx.layout.buckets:
+            p, r = bucket.prompts, bucket.responses
+            pk, pv = k[p], v[p]
+            dq[p], gk, gv = _flash_backward(grad[p], q[p], pk, pv, out[p], lse[p], True, ctx.scale)
+            if r.numel():
+                rq, rk, rv, go, ro, rl = (x[r] for x in (q, k, v, grad, out, lse))
+                if bucket.ragged:
+                    go = go.masked_fill(~bucket.inside[..., None, None], 0.0)
+                flat = (x.flatten(1, 2) for x in (go, rq))
+                theirs = _flash_backward(*flat, pk, pv, ro.flatten(1, 2), rl.flatten(1, 2), False, ctx.scale)
+                own = _flash_backward(*_rows(go, rq, rk, rv, ro, rl), True, ctx.scale)
+                gk, gv = gk + theirs[1], gv + theirs[2]
+                own = [x.view(*r.shape, *x.shape[2:]) for x in (own[0] + theirs[0].view_as(own[0]), *own[1:])]
+                places, *own = _inside(bucket, r, *own)
+                dq[places], dk[places], dv[places] = own
+            dk[p], dv[p] = gk, gv
+        return dq, dk, dv, None, None
+
+
+def _rows(*states: Tensor) -> list[Tensor]:
+    """[N, M, L, ...] -> [N M, L, ...]"""
+    return [x.flatten(0, 1) for x in states]
+
+
+def _inside(bucket: Bucket, *padded: Tensor) -> list[Tensor]:
+    """What stands inside the responses, of each [N, M, L, ...]."""
+    return [x[bucket.inside] if bucket.ragged else x.flatten(0, 2) for x in padded]
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """The kernel behind scaled_dot_product_attention: its output [n, t, H, E] and the log-sum-exps [n, t, H]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> list[Tensor]:
+    """The gradients of queries, keys and values, [n, t, H, E] each."""
+    turned = (x.transpose(1, 2) for x in (grad, q, k, v, out, lse))
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return [x.transpose(1, 2) for x in kernel(*turned, 0.0, causal, scale=scale)]
 
 
 class _WindowUnknownError(Exception):
@@ -291,7 +378,7 @@ def _window(config: Any, layer: int | None = None) -> int | None:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, before: int, options: dict[str, Any]) -> Tensor:
-    """Causal attention of [n, t, H, D] queries to [n, before + t, H, D] keys, whose first `before` come first.
+    """Causal attention of [n, t, H, E] queries to [n, before + t, H, E] keys, whose first `before` come first.
 
     Padding at the end of a response needs no mask: causality hides it from every real query.
     """
