@@ -16,7 +16,8 @@ SRC = Path(__file__).parents[1] / "src" / "groupwise"
 
 FLOORS = (
     {"errors", "records", "seeding", "slots"},
-    {"advantages", "shaping", "weights", "losses", "penalties", "model", "head", "lean", "decoding", "packing"},
+    {"advantages", "shaping", "weights", "losses", "penalties", "model", "head"}
+    | {"folding", "lean", "decoding", "drawing", "packing"},
     {"algorithms", "presets", "chat", "engines"},
     {"rollout", "tasks", "rewards"}
     | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
@@ -32,7 +33,9 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "penalties": {"losses"},
     "weights": {"losses"},
     "head": {"model"},
-    "decoding": {"lean", "head"},
+    "decoding": {"model"},
+    "drawing": {"head"},
+    "lean": {"decoding", "folding"},
     "engines.critic": {"engines.steps"},
     "engines.local": {"engines.steps", "engines.critic"},
     "packing": {"model"},
@@ -51,6 +54,8 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
 }
 # An engine knows tensors and requests, never an algorithm, a task or the loop.
 ENGINES_MAY_IMPORT = {
+    "folding",
+    "drawing",
     "engines",
     "model",
     "head",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ import torch
 from models import STOP, VOCABULARY, tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from groupwise.engines import Completion, Request, Sampling
+from groupwise.engines import Request, Sampling
 from groupwise.engines.local import LocalSampler
-from groupwise.lean import Lean, is_lean
+from groupwise.folding import Folded, is_lean
+from groupwise.lean import LeanDecoding
 from groupwise.seeding import key
 
 COMMON: dict[str, Any] = {
@@ -46,13 +48,13 @@ def model_of(name: str) -> PreTrainedModel:
     return model
 
 
-def answers(model: PreTrainedModel, lean: bool) -> list[Completion]:
-    sampler = LocalSampler(model, (STOP,), max_batch_tokens=10**6)
+def answers(model: PreTrainedModel, lean: bool, budget: int = 10**6, stop: range = range(STOP, STOP + 1)) -> list[Any]:
+    sampler = LocalSampler(model, stop, max_batch_tokens=budget)
     sampler._lean = lean
     rng = np.random.default_rng(0)
     asked = [
         Request(rng.integers(0, VOCABULARY, length).astype(np.int32), tuple(key(number, i) for i in range(3)))
-        for number, length in enumerate((4, 9, 9, 1))
+        for number, length in enumerate((4, 9, 9, 1, 5))
     ]
     return [answer for group in sampler.sample(asked, Sampling(max_tokens=24)) for answer in group]
 
@@ -65,6 +67,39 @@ def test_the_short_way_draws_the_same_tokens_with_the_same_log_probs(name: str) 
         np.testing.assert_array_equal(short.tokens, long.tokens)
         np.testing.assert_allclose(short.logprobs, long.logprobs, atol=1e-5)
         np.testing.assert_allclose(short.entropies, long.entropies, atol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [1, 120, 200])
+def test_groups_that_enter_when_others_have_left_draw_the_same_tokens(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("qwen3")
+    rows: list[int] = []
+    step = LeanDecoding.step
+
+    def watched(self: LeanDecoding, tokens: Any) -> None:
+        rows.append(len(tokens))
+        step(self, tokens)
+
+    monkeypatch.setattr(LeanDecoding, "step", watched)
+    found = answers(model, lean=True, budget=budget, stop=range(12))
+    assert max(rows) <= max(3, budget // 25)
+    if budget > 1:
+        assert any(later > earlier > 0 for earlier, later in pairwise(rows)), "a group entered while others were there"
+    for short, long in zip(found, answers(model, lean=False, stop=range(12)), strict=True):
+        np.testing.assert_array_equal(short.tokens, long.tokens)
+        np.testing.assert_allclose(short.logprobs, long.logprobs, atol=1e-5)
+
+
+def test_a_prompt_runs_once_and_its_keys_are_held_once_for_its_group() -> None:
+    model = model_of("llama")
+    decoding = LeanDecoding(model, Folded(model, 20), most=4, budget=1000, group=3)
+    with torch.no_grad():
+        decoding.enter([np.arange(7, dtype=np.int32), np.arange(5, dtype=np.int32)], [3, 2])
+        assert [tuple(keys.shape) for keys, _ in decoding._prompts] == [(2, 2, 7, 8)] * 2
+        left = decoding.drop(torch.tensor([True, True, False, True, True]))
+        assert left.tolist() == [2]
+        assert [tuple(keys.shape) for keys, _ in decoding._prompts] == [(1, 2, 7, 8)] * 2
 
 
 @pytest.mark.parametrize(
@@ -103,8 +138,8 @@ def test_a_difference_is_noticed_in_the_first_step_and_does_no_harm(
 ) -> None:
     model = model_of("llama")
     expected = answers(model, lean=False)
-    right = Lean.step
-    monkeypatch.setattr(Lean, "step", lambda *arguments: right(*arguments) * 1.01)
+    right = LeanDecoding._attend
+    monkeypatch.setattr(LeanDecoding, "_attend", lambda *arguments: right(*arguments) * 1.01)
     with caplog.at_level(logging.WARNING):
         found = answers(model, lean=True)
     assert "the long way is taken" in caplog.text

@@ -130,8 +130,8 @@ def test_parts_hold_every_row_once_within_the_budget(budget: int) -> None:
 def test_a_model_whose_packed_rows_differ_is_padded_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def blind(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(q), torch.zeros(q.shape[:3])
+    def blind(states: Any, *_: Any) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(states[0]), torch.zeros(states[0].shape[:3])
 
     model, batch = tiny_model("qwen3"), ragged_groups()
     expected, _ = token_logprobs(model, batch.tokens, batch.lengths, batch.loss_mask, 1.0, entropy=False)

@@ -179,7 +179,7 @@ class _Score(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         logprobs, targets, entropies = ctx.saved_tensors
         of_logprob, of_entropy = gradients
         scale = -of_logprob[:, None]

@@ -1,173 +1,210 @@
-"""One decoding step of a Llama-like model on the CPU, without what a module call for every norm and projection costs.
+"""Decoding by groups for Llama-like models on the CPU: a prompt's keys and values are there once for all its rows.
 
-A small model spends most of a step in dispatch: transformers makes some 40 calls a layer.  Here the weights are
-gathered once for a whole wave of completions (norm weights folded into the projections after them; queries, keys and
-values in one matrix, gate and up in another; transposed, which is how a product with few rows is fastest), and a layer
-is some 20 calls.  The numbers are the same up to rounding; `Decoding` compares them with transformers' own in its first
-step and gives this up where they differ.
+    what a row attends to = the keys of its prompt (shared by its group), and of its own tokens (a ring of R slots)
 
-Shapes: B rows, D hidden size, H query heads, K key heads, E head size, C slots of the cache.
+No row has more than R tokens of its own, so a ring into which all rows write at the same slot is enough however long
+the others have been at work: rows that have finished leave, and waiting groups enter, at any step.  The numbers are
+those of transformers up to rounding, which the sampler checks once.
+
+Shapes: N groups, B rows, M rows of the largest group, P tokens of the longest prompt, R most tokens of a completion,
+D hidden size, V vocabulary; H query heads and K key heads of size E, each key head serving r = H / K query heads.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch import Tensor
+from torch.nn.functional import pad, silu
 from transformers import PreTrainedModel
 
-FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-MOST_PARAMETERS = 200_000_000
-"""In the layers.  Beyond, dispatch is no longer what a step spends its time on, and a second copy is dear."""
-ROPES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings that depend on the position alone, not on how long the sequence is by now."""
+from groupwise.decoding import prefill
+from groupwise.folding import Folded, Layer
+from groupwise.records import Ints
+
+KeysValues = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class _Layer:
-    qkv: Tensor
-    """[D, (H + 2 K) E]"""
-    qkv_bias: Tensor | None
-    out: Tensor
-    """[H E, D]"""
-    gate_up: Tensor
-    """[D, 2 F]"""
-    down: Tensor
-    """[F, D]"""
-    qk_norm: Tensor | None
-    """[H + K, E]: what queries and keys are scaled by after they are normalised (Qwen3)."""
+class LeanDecoding:
+    """The rows being written.  What its methods do is said at `Decoding`."""
 
+    hidden: Tensor
+    """float[B, D]"""
+    positions: Tensor
+    """int64[B]"""
 
-def is_lean(model: PreTrainedModel) -> bool:
-    """Whether the model is one that `Lean` can serve: a float32 CPU model of the known families, nothing replaced."""
-    flexible: Any = model
-    config = model.config
-    if type(model).__name__ not in FAMILIES or model.dtype != torch.float32 or model.device.type != "cpu":
-        return False
-    if sum(parameter.numel() for parameter in flexible.model.layers.parameters()) > MOST_PARAMETERS:
-        return False
-    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        return False
-    if getattr(config, "sliding_window", None) is not None and not hasattr(config, "layer_types"):
-        return False
-    plain = all(
-        type(linear) is nn.Linear
-        for layer in flexible.model.layers
-        for linear in (
-            *(getattr(layer.self_attn, f"{name}_proj") for name in "qkvo"),
-            *(getattr(layer.mlp, f"{name}_proj") for name in ("gate", "up", "down")),
+    def __init__(self, model: PreTrainedModel, weights: Folded, most: int, budget: int, group: int) -> None:
+        """
+        Args:
+            model: runs the prompts.
+            weights: those of `model`, as they are now.
+            most: R, most tokens of a completion.
+            budget: tokens whose keys and values may be held at one time.
+            group: rows of the largest group that will enter.
+        """
+        self._model, self._weights, self._most, self._budget = model, weights, most, budget
+        self._capacity = max(group, budget // (most + 1))
+        # [layers, 2, rows K, R, E].  Memory that no row ever writes is never taken from the machine.
+        self._own = torch.empty(len(weights.layers), 2, self._capacity * weights.key_heads, most, weights.head_size)
+        self._reset()
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def has_room(self, lengths: Sequence[int], counts: Sequence[int]) -> bool:
+        rows, groups = len(self) + sum(counts), len(self._lengths) + len(lengths)
+        held = groups * max([*lengths, *self._lengths.tolist()]) + rows * self._most
+        return rows <= self._capacity and (held <= self._budget or groups == 1)
+
+    def enter(self, prompts: Sequence[Ints], counts: Sequence[int]) -> None:
+        if not len(self):
+            self._reset()
+        hidden, cache = prefill(self._model, prompts)
+        group = torch.repeat_interleave(torch.tensor(counts))
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        self._owners = torch.cat([self._owners, group + len(self._lengths)])
+        self._began = torch.cat([self._began, torch.full_like(group, self._steps)])
+        self._lengths = torch.cat([self._lengths, lengths])
+        self.positions = torch.cat([self.positions, lengths[group]])
+        self.hidden = torch.cat([self.hidden, hidden[group]])
+        entered = [(keys[..., self._weights.pairs], values) for keys, values in cache]
+        if self._prompts:
+            pairs = zip(self._prompts, entered, strict=True)
+            entered = [(_stack(old[0], new[0]), _stack(old[1], new[1])) for old, new in pairs]
+        self._prompts = entered
+        self._arrange()
+
+    def logits(self, temperature: float) -> Tensor:
+        values = self._weights.head(self.hidden)
+        return values if temperature == 1.0 else values / temperature
+
+    def step(self, tokens: Tensor) -> None:
+        weights, slot = self._weights, self._steps % self._most
+        rotation = weights.rotations[self.positions]
+        mask, seen = self._visible(slot)
+        own = self._own[:, :, : len(self) * weights.key_heads]
+        written, own = own.select(3, slot), own[:, :, :, :seen]
+        caches = zip(written.unbind(0), own[:, 0].transpose(2, 3).unbind(0), own[:, 1].unbind(0), strict=True)
+        x = weights.embed(tokens)
+        for layer, prompt, (here, keys, values) in zip(weights.layers, self._prompts, caches, strict=True):
+            query, key, value = self._project(layer, x, rotation)
+            here[0].view_as(key).copy_(key)
+            here[1].view_as(value).copy_(value)
+            x = layer.out.plus(self._attend(query, prompt, keys, values, mask), x)
+            gate, up = layer.gate_up(self._normalise(x)).chunk(2, -1)
+            x = layer.down.plus(silu(gate).mul_(up), x)
+        self.hidden = self._normalise(x) * weights.norm
+        self.positions = self.positions + 1
+        self._steps += 1
+
+    def drop(self, finished: Tensor) -> Tensor:
+        left = len(finished) - int(finished.sum())
+        gaps = finished[:left].nonzero().squeeze(1)
+        movers = (~finished[left:]).nonzero().squeeze(1) + left
+        order = torch.arange(left)
+        order[gaps] = movers
+        own = self._own.unflatten(2, (self._capacity, -1))[:, :, :, :, : min(self._steps, self._most)]
+        own[:, :, gaps] = own[:, :, movers]
+        self._began, self.positions, self.hidden = self._began[order], self.positions[order], self.hidden[order]
+        kept, self._owners = self._owners[order].unique(return_inverse=True)
+        if len(kept) < len(self._lengths):
+            self._lengths = self._lengths[kept]
+            self._prompts = [(keys[kept], values[kept]) for keys, values in self._prompts]
+        self._arrange()
+        return order
+
+    def _reset(self) -> None:
+        nothing = torch.zeros(0, dtype=torch.int64)
+        self._owners = self._began = self._lengths = self.positions = nothing
+        self.hidden = torch.zeros(0, len(self._weights.norm))
+        self._prompts: list[KeysValues] = []
+        self._steps = 0
+
+    def _arrange(self) -> None:
+        """Where the rows of each group are, for going from rows to groups and back."""
+        counts = self._owners.bincount(minlength=len(self._lengths))
+        members, order = int(counts.max()) if len(self) else 0, self._owners.argsort(stable=True)
+        within = torch.arange(len(self)) - (counts.cumsum(0) - counts)[self._owners[order]]
+        self._places = torch.empty_like(order)
+        self._places[order] = self._owners[order] * members + within
+        self._table = torch.zeros(len(counts), members, dtype=torch.int64)
+        self._table.view(-1)[self._places] = torch.arange(len(self))
+        self._aligned = torch.equal(self._places, torch.arange(len(counts) * members))
+        longest = self._prompts[0][0].shape[2] if self._prompts else 0
+        padding = torch.arange(longest) >= self._lengths[:, None]
+        self._padding = _unseen(padding, self._weights.key_heads) if padding.any() else None
+
+    def _visible(self, slot: int) -> tuple[Tensor | None, int]:
+        """What to add to the logits of each row's own slots, [B K, 1, slots], and how many slots there are to see."""
+        if self._steps < self._most and not self._began.any():
+            return None, slot + 1
+        slots = torch.arange(min(self._steps + 1, self._most))
+        written = self._steps - (self._steps - slots) % self._most
+        return _unseen(written < self._began[:, None], self._weights.key_heads), len(slots)
+
+    def _project(self, layer: Layer, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [B K, r, E], keys and values [B, K, E]."""
+        heads, keys, size = self._weights.heads, self._weights.key_heads, self._weights.head_size
+        qkv = layer.qkv(self._normalise(x))
+        if layer.qkv_bias is not None:
+            qkv = qkv + layer.qkv_bias
+        qk, value = qkv.view(-1, heads + 2 * keys, size).split((heads + keys, keys), 1)
+        if layer.qk_norm is not None:
+            qk = self._normalise(qk) * layer.qk_norm
+        rotated = torch.view_as_complex(qk.unflatten(2, (-1, 2))) * rotation
+        query, key = torch.view_as_real(rotated).flatten(2).split((heads, keys), 1)
+        return query.reshape(-1, heads // keys, size), key, value
+
+    def _attend(self, query: Tensor, prompt: KeysValues, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """float[B, H E], from queries [B K, r, E] and the rows' own keys [B K, E, seen] and values [B K, seen, E]."""
+        theirs = torch.bmm(self._by_group(query), prompt[0].flatten(0, 1).transpose(1, 2))
+        if self._padding is not None:
+            theirs += self._padding
+        mine = torch.bmm(query, keys)
+        if mask is not None:
+            mine += mask
+        theirs = self._by_row(theirs)
+        weights = torch.cat([theirs, mine], 2).softmax(2)
+        theirs, mine = weights.split((theirs.shape[2], mine.shape[2]), 2)
+        found = self._by_row(torch.bmm(self._by_group(theirs), prompt[1].flatten(0, 1)))
+        return torch.baddbmm(found, mine, values).view(len(self), -1)
+
+    def _by_group(self, rows: Tensor) -> Tensor:
+        """[B K, r, X] -> [N K, M r, X]; what stands in the places of rows that are not there does not matter."""
+        (groups, members), keys = self._table.shape, self._weights.key_heads
+        if groups == len(rows) // keys:
+            return rows
+        grouped = (
+            rows.view(groups, members, keys, *rows.shape[1:])
+            if self._aligned
+            else rows.unflatten(0, (-1, keys))[self._table]
         )
-    )
-    rotary = flexible.model.rotary_emb
-    rotates_all = rotary.rope_type in ROPES and 2 * len(rotary.inv_freq) == _head_size(config)
-    return plain and _has_no_bias(flexible) and config.hidden_act == "silu" and rotates_all
+        return grouped.transpose(1, 2).reshape(groups * keys, -1, rows.shape[2])
 
-
-def _head_size(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def _has_no_bias(model: Any) -> bool:
-    """Queries, keys and values may have one (Qwen2); the other projections may not."""
-    return all(
-        linear.bias is None
-        for layer in model.model.layers
-        for linear in (layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)
-    )
-
-
-class Lean:
-    """The weights of a model as they are now, arranged for decoding; take a new one when they have changed."""
-
-    def __init__(self, model: PreTrainedModel, slots: int) -> None:
-        """
-        Args:
-            model: one for which `is_lean` holds.
-            slots: C, most tokens of a sequence.
-        """
-        self._decoder: Any = cast(Any, model).model
-        config = model.config
-        self._eps = config.rms_norm_eps
-        self._heads, self._key_heads = config.num_attention_heads, config.num_key_value_heads
-        self._size = _head_size(config)
-        self._layers = [self._gather(layer) for layer in self._decoder.layers]
-        cos, sin = self._decoder.rotary_emb(self._layers[0].qkv, torch.arange(slots)[None])
-        half = self._size // 2
-        # rotate_half(x) * sin is a swap of the halves of x, times sin with its first half negated.
-        self._cos, self._sin = cos[0, :, None], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None]
-        self._swap = torch.arange(self._size).roll(half)
-
-    def step(
-        self, tokens: Tensor, positions: Tensor, caches: Sequence[tuple[Tensor, Tensor]], slot: int, mask: Tensor | None
-    ) -> Tensor:
-        """float[B, D], what the head turns into logits, after appending one token to each row.
-
-        Args:
-            tokens: int64[B].
-            positions: int64[B], of those tokens.
-            caches: keys and values of each layer, float[>= B, K, C, E]; the token's are written into `slot`.
-            slot: where in the caches the token goes; those before it are seen.
-            mask: added to the attention logits, float[B, 1, 1, slot + 1]; None when every slot is seen.
-        """
-        rows, heads, keys, size = len(tokens), self._heads, self._key_heads, self._size
-        cos, sin = self._cos[positions], self._sin[positions]
-        x = self._decoder.embed_tokens(tokens)
-        for layer, (key_cache, value_cache) in zip(self._layers, caches, strict=True):
-            normed = self._normalise(x)
-            qkv = normed @ layer.qkv if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, normed, layer.qkv)
-            qkv = qkv.view(rows, heads + 2 * keys, size)
-            qk = qkv[:, : heads + keys]
-            if layer.qk_norm is not None:
-                qk = self._normalise(qk) * layer.qk_norm
-            qk = torch.addcmul(qk * cos, qk[..., self._swap], sin)
-            key_cache[:rows, :, slot] = qk[:, heads:]
-            value_cache[:rows, :, slot] = qkv[:, heads + keys :]
-            attended = scaled_dot_product_attention(
-                qk[:, :heads, None],
-                key_cache[:rows, :, : slot + 1],
-                value_cache[:rows, :, : slot + 1],
-                attn_mask=mask,
-                enable_gqa=heads != keys,
-            )
-            x = torch.addmm(x, attended.reshape(rows, heads * size), layer.out)
-            gate, up = (self._normalise(x) @ layer.gate_up).chunk(2, -1)
-            x = torch.addmm(x, silu(gate) * up, layer.down)
-        return self._decoder.norm(x)
+    def _by_row(self, grouped: Tensor) -> Tensor:
+        """[N K, M r, X] -> [B K, r, X]"""
+        (groups, members), keys = self._table.shape, self._weights.key_heads
+        if groups == len(self):
+            return grouped
+        rows = grouped.view(groups, keys, members, -1, grouped.shape[2]).transpose(1, 2)
+        if not self._aligned:
+            rows = rows.flatten(0, 1)[self._places]
+        return rows.reshape(len(self) * keys, -1, grouped.shape[2])
 
     def _normalise(self, x: Tensor) -> Tensor:
-        return x * (torch.linalg.vecdot(x, x) / x.shape[-1] + self._eps).rsqrt()[..., None]
-
-    def _gather(self, layer: Any) -> _Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        biases = [projection.bias for projection in projections]
-        qk_norm = None
-        if hasattr(attention, "q_norm"):
-            scales = (
-                attention.q_norm.weight.expand(self._heads, -1),
-                attention.k_norm.weight.expand(self._key_heads, -1),
-            )
-            qk_norm = torch.cat(scales)
-        return _Layer(
-            qkv=_folded(layer.input_layernorm.weight, *(projection.weight for projection in projections)),
-            qkv_bias=None if biases[0] is None else torch.cat(biases),
-            out=attention.o_proj.weight.T.contiguous(),
-            gate_up=_folded(layer.post_attention_layernorm.weight, mlp.gate_proj.weight, mlp.up_proj.weight),
-            down=mlp.down_proj.weight.T.contiguous(),
-            qk_norm=qk_norm,
-        )
+        """Divided by its length; the root of its size is in the weights that follow."""
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x / torch.hypot(length, self._weights.least[x.shape[-1]])
 
 
-def _folded(norm: Tensor, *weights: Tensor) -> Tensor:
-    """[D, sum of outputs]: the projections of a normalised state side by side, the norm's weight inside."""
-    return (torch.cat(weights) * norm).T.contiguous()
+def _unseen(places: Tensor, keys: int) -> Tensor:
+    """bool[n, X] -> float[n K, 1, X]: -inf where it is true, to be added to attention logits."""
+    return torch.zeros(places.shape).masked_fill_(places, -math.inf).repeat_interleave(keys, 0)[:, None]
 
 
-def differs(one: Tensor, other: Tensor) -> bool:
-    """Whether two states of the same step are more than rounding apart."""
-    return not math.isfinite(gap := float((one - other).abs().max() / other.abs().max())) or gap > 3e-4
+def _stack(one: Tensor, other: Tensor) -> Tensor:
+    """[n, K, p, E] and [m, K, q, E] -> [n + m, K, max(p, q), E]"""
+    longest = max(one.shape[2], other.shape[2])
+    return torch.cat([pad(x, (0, 0, 0, longest - x.shape[2])) for x in (one, other)])

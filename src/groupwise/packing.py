@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -300,41 +300,41 @@ class _SharedPrompt(torch.autograd.Function):
         for bucket in layout.buckets:
             p, r = bucket.prompts, bucket.responses
             pk, pv = k[p], v[p]
-            out[p], lse[p] = _flash(q[p], pk, pv, True, scale)
+            out[p], lse[p] = _flash([q[p], pk, pv], True, scale)
             if not r.numel():
                 continue
-            rq, rk, rv = q[r], k[r], v[r]
-            theirs, theirs_lse = _flash(rq.flatten(1, 2), pk, pv, False, scale)
-            own, own_lse = (x.view(*r.shape, *x.shape[2:]) for x in _flash(*_rows(rq, rk, rv), True, scale))
+            response = q[r], k[r], v[r]
+            own, own_lse = (x.view(*r.shape, *x.shape[2:]) for x in _flash(_rows(*response), True, scale))
+            theirs, theirs_lse = _flash([response[0].flatten(1, 2), pk, pv], False, scale)
             theirs, theirs_lse = theirs.view_as(own), theirs_lse.view_as(own_lse)
             total = torch.logaddexp(theirs_lse, own_lse)
-            weight = (theirs_lse - total).exp_()[..., None].to(own.dtype)
-            places, own, total = _inside(bucket, r, torch.lerp(own, theirs, weight), total)
-            out[places], lse[places] = own, total
+            merged = torch.lerp(own, theirs, (theirs_lse - total).exp_()[..., None].to(own.dtype))
+            places, merged, total = _inside(bucket, r, merged, total)
+            out[places], lse[places] = merged, total
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.layout, ctx.scale = layout, scale
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse = ctx.saved_tensors
         (grad,) = gradients
         dq, dk, dv = (torch.empty_like(states, memory_format=torch.contiguous_format) for states in (q, k, v))
         for bucket in ctx.layout.buckets:
             p, r = bucket.prompts, bucket.responses
             pk, pv = k[p], v[p]
-            dq[p], gk, gv = _flash_backward(grad[p], q[p], pk, pv, out[p], lse[p], True, ctx.scale)
+            dq[p], gk, gv = _flash_backward([grad[p], q[p], pk, pv, out[p], lse[p]], True, ctx.scale)
             if r.numel():
-                rq, rk, rv, go, ro, rl = (x[r] for x in (q, k, v, grad, out, lse))
+                go, rq, rk, rv, ro, rl = (x[r] for x in (grad, q, k, v, out, lse))
                 if bucket.ragged:
                     go = go.masked_fill(~bucket.inside[..., None, None], 0.0)
-                flat = (x.flatten(1, 2) for x in (go, rq))
-                theirs = _flash_backward(*flat, pk, pv, ro.flatten(1, 2), rl.flatten(1, 2), False, ctx.scale)
-                own = _flash_backward(*_rows(go, rq, rk, rv, ro, rl), True, ctx.scale)
+                go_, rq_, ro_, rl_ = (x.flatten(1, 2) for x in (go, rq, ro, rl))
+                theirs = _flash_backward([go_, rq_, pk, pv, ro_, rl_], False, ctx.scale)
                 gk, gv = gk + theirs[1], gv + theirs[2]
-                own = [x.view(*r.shape, *x.shape[2:]) for x in (own[0] + theirs[0].view_as(own[0]), *own[1:])]
-                places, *own = _inside(bucket, r, *own)
+                own = _flash_backward(_rows(go, rq, rk, rv, ro, rl), True, ctx.scale)
+                own[0] = own[0] + theirs[0].view_as(own[0])
+                places, *own = _inside(bucket, r, *(x.view(*r.shape, *x.shape[2:]) for x in own))
                 dq[places], dk[places], dv[places] = own
             dk[p], dv[p] = gk, gv
         return dq, dk, dv, None, None
@@ -350,18 +350,19 @@ def _inside(bucket: Bucket, *padded: Tensor) -> list[Tensor]:
     return [x[bucket.inside] if bucket.ragged else x.flatten(0, 2) for x in padded]
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """The kernel behind scaled_dot_product_attention: its output [n, t, H, E] and the log-sum-exps [n, t, H]."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+def _flash(states: Sequence[Tensor], causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """The kernel behind scaled_dot_product_attention: its output [n, t, H, E] and the log-sum-exps [n, t, H].
+
+    `states` are queries, keys and values, [n, t, H, E] each.
+    """
+    turned = (x.transpose(1, 2) for x in states)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*turned, 0.0, causal, scale=scale)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
-def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> list[Tensor]:
-    """The gradients of queries, keys and values, [n, t, H, E] each."""
-    turned = (x.transpose(1, 2) for x in (grad, q, k, v, out, lse))
+def _flash_backward(states: Sequence[Tensor], causal: bool, scale: float) -> list[Tensor]:
+    """The gradients of queries, keys and values, from that of the output, those three, the output and log-sum-exps."""
+    turned = (x.transpose(1, 2) for x in states)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return [x.transpose(1, 2) for x in kernel(*turned, 0.0, causal, scale=scale)]
 

@@ -6,6 +6,7 @@ Shapes: B rows (completions or rollouts), T tokens of the longest row, R `max_to
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -16,28 +17,30 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from groupwise import seeding
-from groupwise.decoding import Decoding, Drawn, attention_windows, draw
+from groupwise.decoding import Decoding, attention_windows, prefill
+from groupwise.drawing import Drawn
 from groupwise.engines import Completion, LossFn, Optimizer, Request, Sampling
 from groupwise.engines.critic import LocalCritic
 from groupwise.engines.steps import Steps, distinct, restore_weights, save_weights
 from groupwise.errors import GroupwiseError, ModelError
+from groupwise.folding import Folded, is_lean
 from groupwise.head import at_tokens, learn, score
-from groupwise.lean import Lean, is_lean
+from groupwise.lean import LeanDecoding
 from groupwise.model import (
     check_head,
     check_tokenizer,
     context_length,
     load_model,
     load_tokenizer,
-    logits,
     stop_token_ids,
 )
 from groupwise.packing import Forward
-from groupwise.records import Batch
+from groupwise.records import Batch, Ints
 
 LOG = logging.getLogger(__name__)
 REFERENCE = "reference.safetensors"
+TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 0.1}
+"""How far a state may be from transformers' own, relative to its largest entry, by the dtype of the products."""
 
 
 class LocalEngine(NamedTuple):
@@ -120,8 +123,7 @@ class LocalSampler:
         Args:
             model: the policy; only read, except by `load`.
             stop_ids: tokens that end a completion.
-            max_batch_tokens: most tokens of keys and values held at one time; a group larger than that still runs,
-                alone.
+            max_batch_tokens: most tokens of keys and values held at one time; a group larger than that still runs.
 
         Raises:
             ModelError: the model cannot be decoded here; see `groupwise.decoding.attention_windows`.
@@ -132,6 +134,8 @@ class LocalSampler:
         self._max_batch_tokens = max_batch_tokens
         self._context = context_length(model) or 2**62
         self._lean = is_lean(model)
+        self._checked = not self._lean
+        self._matrices = torch.float32
         self._version = 0
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -158,67 +162,79 @@ class LocalSampler:
         Raises:
             ModelError: a prompt leaves no room in the model's context.
         """
-        completions: list[list[Completion]] = [[] for _ in requests]
-        slots = max((len(request.prompt) for request in requests), default=0) + sampling.max_tokens
-        lean = Lean(self._model, slots) if self._lean and requests else None
-        for wave in self._waves(requests, sampling.max_tokens):
-            groups = self._sample_wave([requests[i] for i in wave], sampling, lean if self._lean else None)
-            for index, group in zip(wave, groups, strict=True):
-                completions[index] = group
-        return completions
-
-    def _waves(self, requests: Sequence[Request], max_tokens: int) -> Iterator[list[int]]:
-        """Indices of the groups that are decoded together; prompts of similar length share a wave."""
-        wave: list[int] = []
-        rows = 0
-        for index in sorted(range(len(requests)), key=lambda i: len(requests[i].prompt)):
-            prompt, n = len(requests[index].prompt), len(requests[index].keys)
-            if prompt >= self._context:
-                raise ModelError(
-                    f"a prompt of {prompt} tokens leaves no room in the context of {self._context}; shorten it"
-                )
-            if wave and (rows + n) * (prompt + max_tokens) > self._max_batch_tokens:
-                yield wave
-                wave, rows = [], 0
-            wave.append(index)
-            rows += n
-        if wave:
-            yield wave
-
-    def _sample_wave(
-        self, requests: Sequence[Request], sampling: Sampling, lean: Lean | None
-    ) -> list[list[Completion]]:
-        device, most = self._model.device, sampling.max_tokens
-        keys = [key for request in requests for key in request.keys]
-        uniforms = torch.from_numpy(np.stack([seeding.uniforms(key, most) for key in keys])).to(device)
-        prompts, counts = [request.prompt for request in requests], [len(request.keys) for request in requests]
-        decoding = Decoding(self._model, prompts, counts, most, lean)
-        limits = (self._context - decoding.positions).clamp(max=most)
-        drawn = Drawn(len(keys), most, device)
-        rows = torch.arange(len(keys), device=device)
+        if not requests:
+            return []
+        counts = [len(request.keys) for request in requests]
+        firsts = np.cumsum([0, *counts])
+        drawn = Drawn(
+            [key for request in requests for key in request.keys],
+            [self._limit(request, sampling) for request in requests for _ in request.keys],
+            self._stop_ids,
+        )
         greedy = sampling.temperature == 0.0
-        for step in range(most):
-            values = logits(self._model, decoding.hidden, 1.0 if greedy else sampling.temperature)
-            tokens, logprobs, entropies = draw(
-                values, uniforms[rows, step], greedy=greedy, top_k=sampling.top_k, top_p=sampling.top_p
-            )
-            stopped = torch.isin(tokens, self._stop_ids)
-            drawn.record(rows, step, tokens, logprobs, entropies, stopped)
-            finished = stopped | (limits[rows] == step + 1)
-            if finished.all():
-                break
+        decoding = self._decoding(requests, sampling)
+        # Prompts of similar length keep each other company.
+        waiting = deque(sorted(range(len(requests)), key=lambda i: len(requests[i].prompt)))
+        rows = drawn.begin([])
+        while waiting or len(rows):
+            if entering := _entering(waiting, requests, decoding):
+                decoding.enter([requests[i].prompt for i in entering], [counts[i] for i in entering])
+                rows = torch.cat([rows, drawn.begin([row for i in entering for row in range(*firsts[i : i + 2])])])
+            values = decoding.logits(1.0 if greedy else sampling.temperature)
+            tokens, finished = drawn.draw(rows, values, greedy=greedy, top_k=sampling.top_k, top_p=sampling.top_p)
             if finished.any():
                 left = decoding.drop(finished)
                 rows, tokens = rows[left], tokens[left]
-            decoding.step(tokens)
-        if self._lean and most > 1 and not decoding.lean:
-            self._lean = False
-            LOG.warning("%s decodes differently the short way; the long way is taken", type(self._model).__name__)
+            if len(rows):
+                decoding.step(tokens)
+                first = requests[int(np.searchsorted(firsts, int(rows[0]), side="right")) - 1]
+                if not self._checked and not self._agrees(first.prompt, tokens[0], decoding.hidden[0]):
+                    return self.sample(requests, sampling)
         completions = (
             Completion(tokens, logprobs, entropies, "stop" if stopped else "length", self._version)
-            for tokens, logprobs, entropies, stopped in drawn.rows()
+            for tokens, logprobs, entropies, stopped in drawn.completions()
         )
         return [list(islice(completions, count)) for count in counts]
+
+    def _limit(self, request: Request, sampling: Sampling) -> int:
+        prompt = len(request.prompt)
+        if prompt >= self._context:
+            raise ModelError(
+                f"a prompt of {prompt} tokens leaves no room in the context of {self._context}; shorten it"
+            )
+        return min(sampling.max_tokens, self._context - prompt)
+
+    def _decoding(self, requests: Sequence[Request], sampling: Sampling) -> Decoding | LeanDecoding:
+        most, budget = sampling.max_tokens, self._max_batch_tokens
+        if not self._lean:
+            return Decoding(self._model, most, budget)
+        weights = Folded(self._model, max(len(request.prompt) for request in requests) + most, self._matrices)
+        return LeanDecoding(self._model, weights, most, budget, max(len(request.keys) for request in requests))
+
+    def _agrees(self, prompt: Ints, token: Tensor, state: Tensor) -> bool:
+        """Whether a state after one step of the lean way is transformers' own; asked once."""
+        self._checked = True
+        expected = prefill(self._model, [np.append(prompt, token.item()).astype(np.int32)])[0][0]
+        difference = float((state - expected).abs().max() / expected.abs().max())
+        if difference < TOLERANCE[self._matrices]:
+            return True
+        self._lean = False
+        LOG.warning("%s decodes differently the short way; the long way is taken", type(self._model).__name__)
+        return False
+
+
+def _entering(waiting: deque[int], requests: Sequence[Request], decoding: Decoding | LeanDecoding) -> list[int]:
+    """As many of the waiting groups as there is room for, taken off the queue."""
+    entering: list[int] = []
+    lengths: list[int] = []
+    counts: list[int] = []
+    while waiting:
+        request = requests[waiting[0]]
+        lengths, counts = [*lengths, len(request.prompt)], [*counts, len(request.keys)]
+        if not decoding.has_room(lengths, counts):
+            break
+        entering.append(waiting.popleft())
+    return entering
 
 
 class LocalLearner:
