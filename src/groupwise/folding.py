@@ -113,6 +113,7 @@ class Folded:
             slots: C, most tokens of a sequence.
             dtype: of the matrices, float32 or bfloat16; everything else is float32.
         """
+        self.dtype = dtype
         decoder: Any = cast(Any, model).model
         config = model.config
         self.heads, self.key_heads, self.head_size = (

@@ -10,8 +10,9 @@ Shapes: B rows, T tokens of the longest row, V vocabulary, D hidden size, n loss
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, cast
 
 import torch
@@ -38,6 +39,7 @@ def learn(
     *,
     entropy: bool = False,
     per_token: bool = False,
+    mixed: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a part of a batch and its metrics; its gradient is added to that of the model's parameters.
 
@@ -47,16 +49,18 @@ def learn(
         temperature: the logits are divided by it.
         entropy: hand the loss entropies; otherwise they are 0.
         per_token: the loss is a sum of terms that each look at one token, so that rows may be cut.
+        mixed: see `products`.
     """
     total, sums = states.new_zeros((), dtype=torch.float64), dict[str, Tensor]()
     gradients: list[Tensor] = []
     for (begin, end), piece in pieces(part, _tokens_per_chunk(model), per_token):
         hidden = states[begin:end].detach().requires_grad_(states.requires_grad)
         mask = piece.loss_mask
-        logprobs, entropies = score(model, hidden, piece.tokens[mask], temperature, entropy)
-        value, metrics = loss(at_tokens(mask, logprobs), at_tokens(mask, entropies), piece)
-        if value.requires_grad:
-            value.backward()
+        with products(mixed):
+            logprobs, entropies = score(model, hidden, piece.tokens[mask], temperature, entropy)
+            value, metrics = loss(at_tokens(mask, logprobs), at_tokens(mask, entropies), piece)
+            if value.requires_grad:
+                value.backward()
         gradients.append(torch.zeros_like(hidden) if hidden.grad is None else hidden.grad)
         total += value.detach()
         for name, metric in metrics.items():
@@ -64,6 +68,20 @@ def learn(
     if states.requires_grad:
         states.backward(torch.cat(gradients))
     return total, sums
+
+
+@contextlib.contextmanager
+def products(mixed: bool) -> Generator[None]:
+    """With `mixed`, products of float32 matrices round their factors to bfloat16 where the machine is faster at that.
+
+    They add up in float32, and so do the logits; autocast would round those, too.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium" if mixed else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def pieces(part: Batch, tokens: int, per_token: bool) -> Iterator[tuple[tuple[int, int], Batch]]:

@@ -61,15 +61,16 @@ class LeanDecoding:
     def enter(self, prompts: Sequence[Ints], counts: Sequence[int]) -> None:
         if not len(self):
             self._reset()
-        hidden, cache = prefill(self._model, prompts)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._weights.dtype == torch.bfloat16):
+            hidden, cache = prefill(self._model, prompts)
         group = torch.repeat_interleave(torch.tensor(counts))
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         self._owners = torch.cat([self._owners, group + len(self._lengths)])
         self._began = torch.cat([self._began, torch.full_like(group, self._steps)])
         self._lengths = torch.cat([self._lengths, lengths])
         self.positions = torch.cat([self.positions, lengths[group]])
-        self.hidden = torch.cat([self.hidden, hidden[group]])
-        entered = [(keys[..., self._weights.pairs], values) for keys, values in cache]
+        self.hidden = torch.cat([self.hidden, hidden[group].float()])
+        entered = [(keys[..., self._weights.pairs].float(), values.float()) for keys, values in cache]
         if self._prompts:
             pairs = zip(self._prompts, entered, strict=True)
             entered = [(_stack(old[0], new[0]), _stack(old[1], new[1])) for old, new in pairs]

@@ -68,8 +68,9 @@ class Layout:
 class Forward:
     """How a model runs over a batch: packed where that is possible, else padded."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+    def __init__(self, model: PreTrainedModel, mixed: bool = False) -> None:
+        """`mixed` takes the products of the decoder in bfloat16 (autocast), from weights that stay what they are."""
+        self.model, self.mixed = model, mixed
         self._config: Any = model.config.get_text_config()
         self._usual: str = self._config._attn_implementation
         self._obstacle, self._checked = "", False
@@ -92,8 +93,14 @@ class Forward:
 
     def states(self, batch: Batch) -> Tensor:
         """float[n, D]: the state from which each of the n loss tokens is predicted, row by row."""
-        if self._obstacle:
-            return states_before(self.model, batch.tokens, batch.lengths, batch.loss_mask)
+        with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.mixed):
+            states = self._padded(batch) if self._obstacle else self._packed(batch)
+        return states.to(self.model.dtype)
+
+    def _padded(self, batch: Batch) -> Tensor:
+        return states_before(self.model, batch.tokens, batch.lengths, batch.loss_mask)
+
+    def _packed(self, batch: Batch) -> Tensor:
         layout = lay_out(batch)
         return hidden_states(self.model, layout.tokens, position_ids=layout.positions, layout=layout)[0, layout.before]
 
@@ -122,10 +129,10 @@ class Forward:
         part = _made_up_rows(cast(Any, self.model.get_input_embeddings()).weight.shape[0], _window(self._config))
         part = part.to(self.model.device)
         with self._attention(self._usual):
-            padded = states_before(self.model, part.tokens, part.lengths, part.loss_mask)
+            padded = self._padded(part)
         try:
             with self._attention(NAME):
-                packed = self.states(part)
+                packed = self._packed(part)
         except _WindowUnknownError:
             self._give_up("does not tell its attention the sliding window")
             return
@@ -269,7 +276,8 @@ def attention(
     window, cap = options.get("sliding_window"), options.get("softcap")
     if window is None and _window(module.config, getattr(module, "layer_idx", None)) is not None:
         raise _WindowUnknownError
-    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    # Under autocast, norms and rotary embeddings leave queries and keys in float32.
+    q, k, v = (states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value))
     if window is None and cap is None and q.device.type == "cpu":
         return cast(Any, _SharedPrompt).apply(q, k, v, layout, options["scaling"])[None], None
     outputs: list[Tensor] = []
@@ -308,7 +316,8 @@ class _SharedPrompt(torch.autograd.Function):
             theirs, theirs_lse = _flash([response[0].flatten(1, 2), pk, pv], False, scale)
             theirs, theirs_lse = theirs.view_as(own), theirs_lse.view_as(own_lse)
             total = torch.logaddexp(theirs_lse, own_lse)
-            merged = torch.lerp(own, theirs, (theirs_lse - total).exp_()[..., None].to(own.dtype))
+            weight = (theirs_lse - total).exp_()[..., None]
+            merged = torch.lerp(own.to(weight.dtype), theirs.to(weight.dtype), weight).to(own.dtype)
             places, merged, total = _inside(bucket, r, merged, total)
             out[places], lse[places] = merged, total
         ctx.save_for_backward(q, k, v, out, lse)

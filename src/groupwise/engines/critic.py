@@ -24,7 +24,13 @@ class LocalCritic:
     """Estimates the return from each token on.  See `groupwise.engines.Critic`."""
 
     def __init__(
-        self, model: PreTrainedModel, optimizer: Optimizer, *, microbatch_tokens: int, total_updates: int
+        self,
+        model: PreTrainedModel,
+        optimizer: Optimizer,
+        *,
+        microbatch_tokens: int,
+        total_updates: int,
+        mixed: bool = False,
     ) -> None:
         """
         Args:
@@ -32,9 +38,10 @@ class LocalCritic:
             optimizer: AdamW and its schedule.
             microbatch_tokens: most tokens, padding included, in one forward pass.
             total_updates: optimizer steps over which the schedule falls to 0.
+            mixed: take the decoder's products in bfloat16.
         """
         self._model, self._microbatch_tokens = model, microbatch_tokens
-        self._forward = Forward(model)
+        self._forward = Forward(model, mixed)
         embedding = cast(Any, model.get_input_embeddings()).weight
         # From zero, the first advantages are those of no critic at all instead of noise.
         self._head = nn.Linear(_hidden_size(model), 1, device=embedding.device, dtype=embedding.dtype)

@@ -24,7 +24,7 @@ from groupwise.engines.critic import LocalCritic
 from groupwise.engines.steps import Steps, distinct, restore_weights, save_weights
 from groupwise.errors import GroupwiseError, ModelError
 from groupwise.folding import Folded, is_lean
-from groupwise.head import at_tokens, learn, score
+from groupwise.head import at_tokens, learn, products, score
 from groupwise.lean import LeanDecoding
 from groupwise.model import (
     check_head,
@@ -69,6 +69,7 @@ def local_engine(
     entropy: bool = False,
     gradient_checkpointing: bool = False,
     critic: Optimizer | None = None,
+    mixed: bool = False,
 ) -> LocalEngine:
     """Load a model once, to sample and to learn; the arguments are those of `load_model` and of the two classes.
 
@@ -87,8 +88,9 @@ def local_engine(
         total_updates=total_updates,
         reference=None if reference is None else lambda: load_model(reference, dtype=dtype, device=device),
         entropy=entropy,
+        mixed=mixed,
     )
-    sampler = LocalSampler(policy, stop_ids, max_batch_tokens=max_batch_tokens)
+    sampler = LocalSampler(policy, stop_ids, max_batch_tokens=max_batch_tokens, mixed=mixed)
     judge = None
     if critic is not None:
         judge = LocalCritic(
@@ -96,6 +98,7 @@ def local_engine(
             critic,
             microbatch_tokens=microbatch_tokens,
             total_updates=total_updates,
+            mixed=mixed,
         )
     return LocalEngine(sampler, learner, tokenizer, stop_ids, context_length(policy), judge)
 
@@ -118,12 +121,15 @@ def load_policy(
 class LocalSampler:
     """Draws completions with a transformers model.  See `groupwise.engines.Sampler`."""
 
-    def __init__(self, model: PreTrainedModel, stop_ids: Iterable[int], *, max_batch_tokens: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, stop_ids: Iterable[int], *, max_batch_tokens: int, mixed: bool = False
+    ) -> None:
         """
         Args:
             model: the policy; only read, except by `load`.
             stop_ids: tokens that end a completion.
             max_batch_tokens: most tokens of keys and values held at one time; a group larger than that still runs.
+            mixed: decode with a copy of the weights in bfloat16, where the model allows it (`is_lean`).
 
         Raises:
             ModelError: the model cannot be decoded here; see `groupwise.decoding.attention_windows`.
@@ -135,7 +141,7 @@ class LocalSampler:
         self._context = context_length(model) or 2**62
         self._lean = is_lean(model)
         self._checked = not self._lean
-        self._matrices = torch.float32
+        self._matrices = torch.bfloat16 if mixed else torch.float32
         self._version = 0
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -250,6 +256,7 @@ class LocalLearner:
         total_updates: int,
         reference: PreTrainedModel | Callable[[], PreTrainedModel] | None = None,
         entropy: bool = False,
+        mixed: bool = False,
     ) -> None:
         """
         Args:
@@ -260,10 +267,11 @@ class LocalLearner:
             total_updates: optimizer steps over which the schedule falls to 0.
             reference: the reference policy, or what loads it when it is first asked for.
             entropy: hand the loss the entropies of the policy; otherwise they are 0.
+            mixed: take matrix products in bfloat16; weights, gradients and all else stay float32.
         """
         self._model = model
         self._temperature, self._microbatch_tokens = temperature, microbatch_tokens
-        self._forward = Forward(model)
+        self._forward = Forward(model, mixed)
         self._reference: Forward | PreTrainedModel | Callable[[], PreTrainedModel] | None = reference
         self._entropy = entropy
         self._refreshed = False
@@ -279,9 +287,9 @@ class LocalLearner:
 
         def scored(part: Batch) -> Tensor:
             targets = part.tokens[part.loss_mask]
-            return at_tokens(
-                part.loss_mask, score(forward.model, forward.states(part), targets, self._temperature, entropy=False)[0]
-            )
+            states = forward.states(part)
+            with products(self._forward.mixed):
+                return at_tokens(part.loss_mask, score(forward.model, states, targets, self._temperature, False)[0])
 
         return forward.for_each_token(batch, self._microbatch_tokens, scored)
 
@@ -307,6 +315,7 @@ class LocalLearner:
                         self._temperature,
                         entropy=self._entropy,
                         per_token=per_token,
+                        mixed=self._forward.mixed,
                     )
                     total += value
                     for name, metric in metrics.items():
@@ -358,5 +367,5 @@ class LocalLearner:
             raise GroupwiseError("log-probabilities of the reference policy are needed, but no reference was given")
         if not isinstance(self._reference, Forward):
             model = self._reference if isinstance(self._reference, PreTrainedModel) else self._reference()
-            self._reference = Forward(model)
+            self._reference = Forward(model, self._forward.mixed)
         return self._reference
