@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from groupwise.rewards.answers import ExactMatch, MathAnswer, RegexMatch
+from groupwise.rewards.answers import ExactMatch, RegexMatch
 from groupwise.rewards.calls import RewardFunction
 from groupwise.rewards.format import Format
+from groupwise.rewards.math import MathAnswer
 from groupwise.rewards.reward import Reward, RewardLike, Rewards, as_rewards
 from groupwise.rewards.scoring import check_rewards, score
 

@@ -14,9 +14,10 @@ from typing import Annotated, Any, cast
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from groupwise.errors import RewardError
-from groupwise.rewards.answers import ExactMatch, MathAnswer, RegexMatch
+from groupwise.rewards.answers import ExactMatch, RegexMatch
 from groupwise.rewards.calls import RewardFunction
 from groupwise.rewards.format import Format
+from groupwise.rewards.math import MathAnswer
 from groupwise.slots import OneOf, Slot
 
 
