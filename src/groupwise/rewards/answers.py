@@ -13,7 +13,16 @@ from pydantic import model_validator
 from groupwise.records import Rollout
 from groupwise.slots import Slot
 
-_CHOICE = re.compile(r"\s*(?:\\(?:text|mathrm|mathbf|textbf|textrm)\s*\{\s*)?\(?([A-Ja-j])(?:\)|[.:](?=\s|$)|\}|$)")
+_CHOICE = re.compile(
+    r"\s*(?:\*\*)?(?:\\(?:text|mathrm|mathbf|textbf|textrm)\s*\{\s*)?\(?([A-Ja-j])(?:\)|[.:](?=\s|$)|\}|\*\*|$)(.*)",
+    re.DOTALL,
+)
+_ANOTHER_CHOICE = re.compile(r"\([A-Ja-j]\)|\b[A-J]\b|\b(?:or|and)\b")
+_CHOSEN = re.compile(
+    r"""(?i:answer|option|choice) (?: \s+ (?i:is|would\ be) )? \s* [:=]? (?: \s | \*\* | \$ | \\boxed\{ | \\text\{ )*
+    (?: \(([A-J])\) | ([A-J]) (?= [*}$.,:;!)] | \s*$ | \s+(?:because|since|as)\b ) )""",
+    re.VERBOSE | re.MULTILINE,
+)
 
 
 def final_part(text: str) -> str:
@@ -33,9 +42,9 @@ def boxed(text: str) -> str | None:
 
 
 def choice(text: str) -> str | None:
-    r"""The letter, in upper case, of a bare choice: `B`, `(b)`, `B.`, `\text{(B)}` or `(B) 12`; None: it is none."""
-    match = _CHOICE.match(text)
-    return match[1].upper() if match else None
+    r"""The letter, in upper case, of a single choice: `B`, `(b)`, `B.`, `\text{(B)}` or `(B) 12`; None: it is none."""
+    match = _CHOICE.fullmatch(text.strip())
+    return match[1].upper() if match and not _ANOTHER_CHOICE.search(match[2]) else None
 
 
 class ExactMatch(Slot):
@@ -62,10 +71,41 @@ class ExactMatch(Slot):
         return float(answer.casefold() == reference.casefold() if self.ignore_case else answer == reference)
 
 
+class MultipleChoice(Slot):
+    r"""1 when the letter that the completion chooses, A to J, is the reference.
+
+    The choice is the content of the last `\boxed{...}` after the thinking; or else the last `answer is (B)`,
+    `Answer: B`, `option B`; or else a last line such as `B`, `(B)` or `B. Paris`.
+    """
+
+    type: Literal["multiple_choice"] = "multiple_choice"
+    column: str = "answer"
+    """The column with the letter, bare or as `(B)`."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What it reads of a row."""
+        return (self.column,)
+
+    def __call__(self, rollout: Rollout) -> float:
+        reference = choice(str(rollout.example[self.column]))
+        if reference is None:
+            raise ValueError(f"the reference {rollout.example[self.column]!r} is no letter from A to J")
+        return float(_chosen(final_part(rollout.text)) == reference)
+
+
+def _chosen(part: str) -> str | None:
+    found = boxed(part)
+    if found is not None:
+        return choice(found)
+    phrases = [match[1] or match[2] for match in _CHOSEN.finditer(part)]
+    return phrases[-1] if phrases else choice((part.strip().splitlines() or [""])[-1])
+
+
 class RegexMatch(Slot):
     """1 when a regular expression is found in the completion and, with `column`, its group 1 is the reference.
 
-    `{type: regex_match, pattern: "answer is ([A-D])", column: answer}` grades multiple choice; the last match counts.
+    `{type: regex_match, pattern: "population: (\\d+)", column: answer}` compares a number; the last match counts.
     """
 
     type: Literal["regex_match"] = "regex_match"

@@ -1,38 +1,24 @@
 r"""Whether two answers are equal as mathematics: `1/2`, `\frac{1}{2}`, `0.5` and `50\%` agree.
 
 `notation` brings both into one spelling, the rules of this file take lists, intervals, tuples, equations and units
-apart, and math-verify (sympy) compares what remains: single formulas.  A number is exact: 0.333 is not 1/3.
+apart, and `formulas` compares what remains.  A number is exact: 0.333 is not 1/3.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 from groupwise.records import Rollout
 from groupwise.rewards.answers import boxed, choice, final_part
+from groupwise.rewards.formulas import endless, same_as_found, same_formula, same_relation
 from groupwise.rewards.notation import bracketed, exact, listed, plain
 from groupwise.rewards.units import factor, quantity
 from groupwise.slots import Slot
 
 _LONGEST = 200
-# What may take sympy for ever.  It runs in our process, and no signal can stop it there: better to refuse it unread.
-_ENDLESS = re.compile(
-    r"""  \^ \s* [{(]? [-\d\s.]* \^                    # a tower of powers
-        | \d \s* \*\* \s* \(* \d+ \s* \*\*
-        | ( \^ | [\d)]\*\* ) \s* [{(]? \s* -? \d{6}  # a long exponent of a number
-        | \) \s* ( \^ | \*\* ) \s* [{(]? \s* -? \d{3}  # ... of a sum
-        | \d{6} \s* ! | ! \s* !                       # the factorial of a long number, or of a factorial,
-        | (?<! [a-z] ) (?<! [a-z][-+]\d ) [)}] \s* !  # or of a formula other than n + 1
-        | \\binom .* \d{6}
-        | \\ (int | sum | prod | lim) (?![a-z])       # anything with a bound variable
-    """,
-    re.VERBOSE,
-)
 
 
 class MathAnswer(Slot):
@@ -71,13 +57,15 @@ def same_answer(reference: str, answer: str) -> bool:
     Raises:
         ValueError: an answer could take for ever to evaluate.
     """
+    if len(answer) > 5 * _LONGEST:
+        return answer == reference
     left, right = plain(reference), plain(answer)
     if left == right:
         return left != ""
     if not left or not right or len(right) > _LONGEST:
         return False
     for text in (left, right):
-        if exact(text) is None and _ENDLESS.search(text):
+        if exact(text) is None and endless(text):
             raise ValueError(f"the answer {text!r} could take for ever to evaluate")
     return _same(left, right)
 
@@ -87,7 +75,7 @@ def _same_unboxed(reference: str, text: str) -> bool:
     if len(text.split()) <= 1:
         return same_answer(reference, text)
     end = re.sub(r"!(?=\s|$)", ".", text.strip()[-_LONGEST:])  # an exclamation, not a factorial
-    return not _ENDLESS.search(end) and _verified(_parsed(f"\\boxed{{{plain(reference)}}}"), _parsed(end))
+    return not endless(end) and same_as_found(plain(reference), end)
 
 
 def _same(left: str, right: str) -> bool:
@@ -97,12 +85,13 @@ def _same(left: str, right: str) -> bool:
         return left == right or numbers[0] == numbers[1]
     verdicts = (rule(left, right) for rule in _RULES)
     known = next((verdict for verdict in verdicts if verdict is not None), None)
-    return _same_formula(left, right) if known is None else known
+    return same_formula(left, right) if known is None else known
 
 
 # The rules.  Each knows one kind of answer, and says None when these two are not of its kind.
 
-_WORD = re.compile(r"(?=.*[aeiou])[A-Za-z]{3,}([ '-][A-Za-z]+)*|no", re.IGNORECASE)
+_WORD = re.compile(r"(?=.*[aeiou])[A-Za-z]{3,}([ '-][A-Za-z]+)*", re.IGNORECASE)
+_VERDICTS = ("yes", "no", "true", "false")
 _NAME = r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([\w, ]+\))?|\([a-z](?:, ?[a-z])+\)|\\text\{[^{}]*\}"
 _NAMED = re.compile(rf"({_NAME})\s*(?:=|\\in(?![a-z]))\s*(?=[^=<>])(.+)")
 _EQUALS = re.compile(r"(?<![<>!\\:=])=(?!=)")
@@ -113,22 +102,47 @@ _IN_BASE = re.compile(r"(\d[\dA-F]*|[\dA-F]+(?=_\{?16\b))_\{?(\d\d?)\}?")
 
 
 def _choices(left: str, right: str) -> bool | None:
-    """`B` and `(B)` and `(B) 12`, where the reference is one of A to J."""
+    """`B` and `(B)` and `(B) 12`, where the reference is one of A to J, bare or with the text of that choice."""
     chosen = choice(right)
-    return None if not re.fullmatch(r"\(?([A-J])\)?", left) or chosen is None else chosen == choice(left)
+    known = re.fullmatch(r"\(?[A-J]\)?|\\text\{\s*\([A-J]\).*", left)
+    return None if known is None or chosen is None else chosen == choice(left)
 
 
 def _words(left: str, right: str) -> bool | None:
     """To a parser of mathematics a word is a product of letters, and `listen` equals `silent`."""
     words = [_WORD.fullmatch(text) is not None for text in (left, right)]
-    return left.casefold() == right.casefold() if all(words) else None
+    return left.casefold() == right.casefold() if all(words) or left.casefold() in _VERDICTS else None
+
+
+def _cases(left: str, right: str) -> bool | None:
+    """X is not x; to math-verify it is."""
+    return False if left.casefold() == right.casefold() else None
+
+
+def _quantities(left: str, right: str) -> bool | None:
+    """A unit that only one of them has is left out; two units must be the same, or multiples of one another."""
+    one, two = quantity(left), quantity(right)
+    if any(len(listed(value)) > 1 and exact(value) is None for value, _ in (one, two)):
+        return None
+    if one.unit == two.unit:
+        return _same(one.value, two.value) if one.unit else None
+    if one.unit and two.unit:
+        ratio = factor(one.unit, two.unit)
+        return ratio is not None and same_formula(f"({one.value})*{ratio.numerator}/{ratio.denominator}", two.value)
+    value, bare, unit = (one.value, right, one.unit) if one.unit else (two.value, left, two.unit)
+    number = exact(bare)
+    if unit == "%":
+        share = same_formula(rf"\frac{{{value}}}{{100}}", bare)
+        return share or ((number is None or abs(number) >= 1) and _same(value, bare))  # 0.5 is no 0.5%
+    return _same(value, bare) or (unit == "degree" and same_formula(rf"\frac{{({value})\pi}}{{180}}", bare))
 
 
 def _lists(left: str, right: str) -> bool | None:
     r"""Several answers, in any order, and sets; `\pm` stands for two.  Bare items equal a tuple in its order."""
     sets = [(found := bracketed(text)) is not None and found.kind == "{}" for text in (left, right)]
     one, two = _answers(left), _answers(right)
-    if (len(one) == len(two) == 1 and not any(sets)) or any(_RELATION.search(item) for item in (*one, *two)):
+    single = len(one) == len(two) == 1 and not any(sets)
+    if single or any(_RELATION.search(text) or r"\cup" in text for text in (left, right)):
         return None
     for text, items in ((left, two), (right, one)):
         whole = bracketed(text)
@@ -148,7 +162,9 @@ def _answers(text: str) -> Sequence[str]:
     if text == r"\emptyset":
         return []
     whole = bracketed(text)
-    items = whole.items if whole is not None and whole.kind == "{}" else listed(text) if exact(text) is None else (text,)
+    items = (
+        whole.items if whole is not None and whole.kind == "{}" else listed(text) if exact(text) is None else (text,)
+    )
     return [re.sub(r"\\pm\s*", sign, item) for item in items for sign in ("+-" if item.count(r"\pm") == 1 else "+")]
 
 
@@ -167,19 +183,19 @@ def _named(text: str) -> tuple[str, str]:
 
 def _equations(left: str, right: str) -> bool | None:
     """`x = 5` equals `5`, and `2 + 3 = 5` does; `x^2 + y^2 = 1` equals neither 1 nor anything but an equation."""
+    sides = [_EQUALS.split(text) for text in (left, right)]
     (name, value), (other_name, other) = _named(left), _named(right)
-    if name == other_name or not name or not other_name:
-        if name or other_name:
-            both = all(_EQUALS.search(text) for text in (left, right)) and name != other_name
-            return _same_relation(left, right) if both else _same(value, other)
-        if not any(_EQUALS.search(text) for text in (left, right)):
-            return None
-    if all(_EQUALS.search(text) for text in (left, right)):
-        return _same_relation(left, right)
-    sums = [_EQUALS.split(text) for text in (left, right)]
-    if any(len(sides) > 1 and re.search("[A-Za-z]", re.sub(r"\\[a-z]+", "", sides[0])) for sides in sums):
+    if name and name == other_name:
+        return _same(value, other)
+    if all(len(parts) > 1 for parts in sides):
+        return same_relation(left, right)
+    if name or other_name:
+        return not (name and other_name) and _same(value, other)
+    if all(len(parts) == 1 for parts in sides):
+        return None
+    if any(len(parts) > 1 and re.search("[A-Za-z]", re.sub(r"\\[a-z]+", "", parts[0])) for parts in sides):
         return False
-    return _same(sums[0][-1].strip(), sums[1][-1].strip())
+    return _same(sides[0][-1].strip(), sides[1][-1].strip())
 
 
 def _inequalities(left: str, right: str) -> bool | None:
@@ -189,7 +205,7 @@ def _inequalities(left: str, right: str) -> bool | None:
         return None
     one, two = _as_interval(left), _as_interval(right)
     if one is None or two is None:
-        return _same_relation(left, right) if all(relations) else False
+        return same_relation(left, right) if all(relations) else False
     if all(relations) and one[0] != two[0]:
         return False
     return _same(one[1], two[1])
@@ -222,7 +238,10 @@ def _one_interval(text: str) -> tuple[str, str] | None:
         below, name, above = values
     else:
         return None
-    return name, f"{'(' if _STRICT[_below(signs[0])] else '['}{below},{above}{')' if _STRICT[_below(signs[1])] else ']'}"
+    return (
+        name,
+        f"{'(' if _STRICT[_below(signs[0])] else '['}{below},{above}{')' if _STRICT[_below(signs[1])] else ']'}",
+    )
 
 
 def _below(sign: str) -> str:
@@ -265,94 +284,6 @@ def _in_base(text: str) -> Fraction | None:
     return Fraction(int(match[1], int(match[2])))
 
 
-def _quantities(left: str, right: str) -> bool | None:
-    """A unit that only one of them has is left out; two units must be the same, or multiples of one another."""
-    one, two = quantity(left), quantity(right)
-    if one.unit == two.unit:
-        return _same(one.value, two.value) if one.unit else None
-    if one.unit and two.unit:
-        ratio = factor(one.unit, two.unit)
-        return ratio is not None and _same_formula(f"({one.value})*{ratio.numerator}/{ratio.denominator}", two.value)
-    value, bare, unit = (one.value, right, one.unit) if one.unit else (two.value, left, two.unit)
-    number = exact(bare)
-    if unit == "%":
-        share = _same_formula(rf"\frac{{{value}}}{{100}}", bare)
-        return share or ((number is None or abs(number) >= 1) and _same(value, bare))  # 0.5 is no 0.5%
-    return _same(value, bare) or (unit == "degree" and _same_formula(rf"\frac{{({value})\pi}}{{180}}", bare))
-
-
 _RULES: tuple[Callable[[str, str], bool | None], ...] = (
-    _choices, _words, _lists, _equations, _inequalities, _brackets, _clocks, _bases, _quantities,
+    _choices, _words, _quantities, _lists, _equations, _inequalities, _brackets, _clocks, _bases, _cases,
 )  # fmt: skip
-
-
-# What remains is for math-verify.
-
-
-def _same_formula(left: str, right: str) -> bool:
-    return _verified(_formula(left), _formula(right))
-
-
-def _same_relation(left: str, right: str) -> bool:
-    """Two equations, or two inequalities, that differ by a factor at most."""
-    from sympy import simplify
-    from sympy.core.relational import Relational
-
-    one, two = _formula(left), _formula(right)
-    if _verified(one, two):
-        return True
-    if not (one and two and isinstance(one[0], Relational) and isinstance(two[0], Relational)):
-        return False
-    first, second = one[0], two[0]
-    ratio = simplify((first.lhs - first.rhs) / (second.lhs - second.rhs))
-    if not ratio.is_number or not ratio.is_nonzero:
-        return False
-    return first.func == (second.func if ratio.is_positive else second.reversed.func)
-
-
-@lru_cache(maxsize=4096)
-def _formula(text: str) -> list[Any]:
-    r"""What sympy makes of a plain text, with exact decimals, degrees in radians and `i` as the imaginary unit."""
-    from latex2sympy2_extended import NormalizationConfig
-    from math_verify import LatexExtractionConfig
-    from sympy import I, Symbol
-
-    text = re.sub(r"(\d+(?:\.\d+)?)\s*\^\\circ", r"\\frac{\1\\pi}{180}", text)
-    text = re.sub(r"(?<![\w.])(\d*)\.(\d+)(?!\d)", _decimal_fraction, text)
-    text = re.sub(r"\\text\s*\{([A-Za-z])\}", r"\1", text)
-    text = re.sub(r"\^\s*-\s*(\d+|[a-z])", r"^{-\1}", text)
-    # Its list of units would take the h off 2h; ours are off by now.
-    as_it_stands = LatexExtractionConfig(
-        normalization_config=NormalizationConfig(
-            basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
-        )
-    )
-    found = _parsed(f"\\boxed{{{text}}}", (as_it_stands,))
-    return [
-        formula.xreplace(
-            {s: I if s.name in ("i", "imath") else Symbol(s.name, real=True) for s in formula.free_symbols}
-        )
-        for formula in found
-    ]
-
-
-def _decimal_fraction(match: re.Match[str]) -> str:
-    return rf"\frac{{{int(match[1] + match[2])}}}{{{10 ** len(match[2])}}}"
-
-
-@lru_cache(maxsize=4096)
-def _parsed(text: str, configs: tuple[Any, ...] = ()) -> list[Any]:
-    from math_verify import parse
-
-    # Its timeout is a signal, which works in the main thread only; without one it warns at each start.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    settings: dict[str, Any] = {"extraction_config": configs, "fallback_mode": "no_fallback"} if configs else {}
-    found: list[Any] = parse(text, parsing_timeout=None, **settings)  # pyright: ignore[reportArgumentType] (None is its way to say never)
-    return found
-
-
-def _verified(reference: list[Any], answer: list[Any]) -> bool:
-    """Equal to 12 decimals where math-verify meets a float, and to 50 where it evaluates."""
-    from math_verify import verify
-
-    return bool(verify(reference, answer, float_rounding=12, numeric_precision=50, timeout_seconds=None))

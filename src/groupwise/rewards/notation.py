@@ -16,7 +16,7 @@ from typing import NamedTuple
 _WRAPPING = re.compile(r"^\$+|(?<!\\)\$+$|^\\\(|\\\)$|^\\\[|\\\]$|^\\(?:text|boxed)\s*\{([^{}]*)\}$|(?<=[^.])\.$")
 _FONT = r"\\(?:mathrm|mathbf|mathit|mathsf|textbf|textrm|textit|textnormal|mbox|operatorname\*?)\s*(?=\{)"
 _SPACE = r"(?<!\\)\\[,;:! ]|\\q?quad(?![a-z])|~|\{\\,\}|\u00a0|\u2009|\u202f"
-_SPELLINGS = [
+_WRITTEN = [
     (rf"(?<=\d)(?:\{{,\}}|\\!|{_SPACE})+(?=\d\d\d(?!\d))", ""),  # thousands
     (r"\{,\}\\!|,\\!", ","),
     (_SPACE, " "),
@@ -25,6 +25,8 @@ _SPELLINGS = [
     (_FONT, r"\\text"),
     (r"\\text\s*\{\s*([ie])\s*\}", r"\1"),
     (r"\\%", "%"),
+    (r"\\langle(?![a-z])", "("),
+    (r"\\rangle(?![a-z])", ")"),
     (r"\\lbrace(?![a-z])", r"\\{"),
     (r"\\rbrace(?![a-z])", r"\\}"),
     (r">=|\\geq(?:slant)?(?![a-z])", r"\\ge "),
@@ -40,17 +42,19 @@ _SPELLINGS = [
     (r"\\begin\{(?:[bpvBV]?matrix|array)\}(?:\{[lcr]*\})?([^&]*?)\\end\{\w+\}", r"\\column{\1}"),
     (r"[\[(]\s*\\column\{(.*?)\}\s*[\])]", r"\\column{\1}"),
 ]
-_SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in _SPELLINGS]
+_SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in _WRITTEN]
 _SIGNS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∞": r"\infty ", "√": r"\sqrt ",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
-    "°": r"^\circ ", "±": r"\pm ", "⟨": r"\langle ", "⟩": r"\rangle ", "％": "%", "π": r"\pi ",
+    "°": r"^\circ ", "±": r"\pm ", "⟨": "(", "⟩": ")", "％": "%", "π": r"\pi ",
 }  # fmt: skip
 
 _DIGITS = r"\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d{1,3}(?: \d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+"
 _EUROPEAN = re.compile(r"([-+]?\s*)(\d{1,3}(?:\.\d{3})+),(\d+)")
 _DECIMAL = re.compile(rf"[-+]?\s*(?:{_DIGITS})(?:[eE][-+]?\d{{1,3}})?")
-_SCIENTIFIC = re.compile(r"(?:(.+?)\s*(?:\\times|\\cdot|\*|[xX])\s*)?10\s*\^\s*(?:(\d)|\{\s*([-+]?\s*\d{1,3})\s*\}|([-+]?\d{1,3}))")
+_SCIENTIFIC = re.compile(
+    r"(?:(.+?)\s*(?:\\times|\\cdot|\*|[xX])\s*)?10\s*\^\s*(?:(\d)|\{\s*([-+]?\s*\d{1,3})\s*\}|([-+]?\d{1,3}))"
+)
 _INTEGER = r"[-+]?\s*\d+"
 _FRACTION = re.compile(
     rf"""(?P<sign>[-+]?)\s* (?: (?P<whole>\d+) (?: \s* (?=\\frac) | \s+ (?=\d) ) )?
@@ -140,8 +144,10 @@ def bracketed(text: str) -> Bracketed | None:
     column = re.fullmatch(r"\\column\{(.*)\}", text)
     if column:
         return Bracketed("()", tuple(item.strip() for item in re.split(r"\\\\", column[1])))
-    bare = re.sub(r"\\([{}])", r"\1", re.sub(r"\\[lr]angle\s*", lambda m: "(" if m[0][1] == "l" else ")", text))
-    bare = re.sub(r"^\](.*)\[$", r"(\1)", re.sub(r"^\](.*)(?=[\])]$)", r"(\1", re.sub(r"(?<=^[\[(])(.*)\[$", r"\1)", bare)))
+    bare = re.sub(r"\\([{}])", r"\1", text)
+    bare = re.sub(
+        r"^\](.*)\[$", r"(\1)", re.sub(r"^\](.*)(?=[\])]$)", r"(\1", re.sub(r"(?<=^[\[(])(.*)\[$", r"\1)", bare))
+    )
     if len(bare) < 2 or bare[0] not in _OPEN or bare[-1] not in _CLOSE:
         return None
     depths = list(_depths(bare))

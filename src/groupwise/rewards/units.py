@@ -33,7 +33,7 @@ _SIZE = {unit: (base, Fraction(size)) for base, sizes in _SIZES.items() for unit
 _POWER = r"(?:\s*\^\s*\{?\s*(?P<power>[23])\s*\}?)?"
 _IN_TEXT = re.compile(rf"(?P<value>.*[\d}})a-z])\s*\\text\s*\{{\s*(?P<unit>[^{{}}\d]+?)\.?\s*\}}{_POWER}")
 _BARE = re.compile(
-    rf"(?P<value>.*(?:\d|\}}|\\pi)\)?)(?P<gap>\s*)(?P<unit>%|\^\\circ|[€£₹¥¢]|[A-Za-z]+(?:/[A-Za-z]+)?(?:\s[A-Za-z]+)*)\.?{_POWER}"
+    rf"(?P<value>(?!.*\\(?:sin|cos|tan|cot|sec|csc)).*(?:\d|\}}|\\pi)\)?)(?P<gap>\s*)(?P<unit>%|\^\\circ|[€£₹¥¢]|[A-Za-z]+(?:/[A-Za-z]+)?(?:\s[A-Za-z]+)*)\.?{_POWER}"
 )
 _BEFORE = re.compile(r"(?P<sign>-?)\s*(?P<unit>\\\$|[€£₹¥]|US\\?\$|Rs\.?)\s*(?P<value>[\d.].*)")
 _FORMULA = re.compile(r"\\|mod|sin|cos|tan|log|ln|pi$")
