@@ -34,7 +34,11 @@ def same_formula(left: str, right: str) -> bool:
 
 def same_as_found(reference: str, prose: str) -> bool:
     """A plain text, and what math-verify takes for the answer in some prose: its last formula or number."""
-    return _verified(_parsed(f"\\boxed{{{reference}}}"), _parsed(prose))
+    return _verified(_parsed(f"\\boxed{{{_with_columns(reference)}}}"), _parsed(prose))
+
+
+def _with_columns(text: str) -> str:
+    return re.sub(r"\\column\{(.*?)\}", r"\\begin{pmatrix}\1\\end{pmatrix}", text)
 
 
 def same_relation(left: str, right: str) -> bool:
@@ -62,6 +66,7 @@ def _formula(text: str) -> list[Any]:
     from math_verify import LatexExtractionConfig
     from sympy import I, Symbol
 
+    text = _with_columns(text)
     text = re.sub(r"(\d+(?:\.\d+)?)\s*\^\\circ", r"\\frac{\1\\pi}{180}", text)
     text = re.sub(r"(?<![\w.])(\d*)\.(\d+)(?!\d)", _decimal_fraction, text)
     text = re.sub(r"\\text\s*\{([A-Za-z])\}", r"\1", text)

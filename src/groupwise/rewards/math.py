@@ -92,10 +92,13 @@ def _same(left: str, right: str) -> bool:
 
 _WORD = re.compile(r"(?=.*[aeiou])[A-Za-z]{3,}([ '-][A-Za-z]+)*", re.IGNORECASE)
 _VERDICTS = ("yes", "no", "true", "false")
-_NAME = r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([\w, ]+\))?|\([a-z](?:, ?[a-z])+\)|\\text\{[^{}]*\}"
+_NAME = (
+    r"(?!\\(?:sin|cos|tan|log|ln)\b)\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([\w, ]+\))?|\([a-z](?:, ?[a-z])+\)|\\text\{[^{}]*\}"
+)
 _NAMED = re.compile(rf"({_NAME})\s*(?:=|\\in(?![a-z]))\s*(?=[^=<>])(.+)")
 _EQUALS = re.compile(r"(?<![<>!\\:=])=(?!=)")
 _RELATION = re.compile(r"\\(?:le|ge|ne)(?![a-z])|(?<!\\)[<>]")
+_OR = re.compile(r"(?<![A-Za-z])or(?![A-Za-z])")
 _STRICT = {"<": True, r"\le": False, ">": True, r"\ge": False}
 _CLOCK = re.compile(r"(\d+)\s*:\s*(\d+)\s*(?:\\text\{\s*)?([ap]\.?m\.?)?\s*\}?", re.IGNORECASE)
 _IN_BASE = re.compile(r"(\d[\dA-F]*|[\dA-F]+(?=_\{?16\b))_\{?(\d\d?)\}?")
@@ -146,12 +149,12 @@ def _lists(left: str, right: str) -> bool | None:
         return None
     for text, items in ((left, two), (right, one)):
         whole = bracketed(text)
-        if whole is not None and whole.kind == "()" and len(items) > 1:
+        if whole is not None and whole.kind == "()" and len(items) > 1 and not any(sets):
             return _same_in_order(whole.items, items)
     names = [[_named(item)[0] for item in items] for items in (one, two)]
     if any(len({*given} - {""}) > 1 for given in names) and names.count([""] * len(one)) == 1:
         return _same_in_order([_named(item)[1] for item in one], [_named(item)[1] for item in two])
-    if all(len({*given} - {""}) <= 1 for given in names):
+    if len({*names[0], *names[1]} - {""}) <= 1:
         one, two = [_named(item)[1] for item in one], [_named(item)[1] for item in two]
     within = all(any(_same(a, b) for b in two) for a in one) and all(any(_same(a, b) for a in one) for b in two)
     return within and (any(sets) or len(one) == len(two))
@@ -199,7 +202,7 @@ def _equations(left: str, right: str) -> bool | None:
 
 
 def _inequalities(left: str, right: str) -> bool | None:
-    r"""As intervals: `1 < x \le 2` is `(1,2]`, whichever way round and whatever the variable is called."""
+    r"""As intervals: `1 < x \le 2` is `(1,2]`, whichever way round it is written."""
     relations = [_RELATION.search(text) is not None for text in (left, right)]
     if not any(relations):
         return None
@@ -217,7 +220,7 @@ def _as_interval(text: str) -> tuple[str, str] | None:
         return ("", text) if bracketed(text) or r"\cup" in text else None
     found = [_one_interval(item) for item in listed(text)]
     names = {interval[0] for interval in found if interval is not None}
-    if None in found or len(names) != 1:
+    if None in found or len(names) != 1 or len(_OR.findall(text)) != len(found) - 1:
         return None
     return names.pop(), r"\cup".join(interval[1] for interval in found if interval is not None)
 

@@ -36,7 +36,12 @@ _BARE = re.compile(
     rf"(?P<value>(?!.*\\(?:sin|cos|tan|cot|sec|csc)).*(?:\d|\}}|\\pi)\)?)(?P<gap>\s*)(?P<unit>%|\^\\circ|[€£₹¥¢]|[A-Za-z]+(?:/[A-Za-z]+)?(?:\s[A-Za-z]+)*)\.?{_POWER}"
 )
 _BEFORE = re.compile(r"(?P<sign>-?)\s*(?P<unit>\\\$|[€£₹¥]|US\\?\$|Rs\.?)\s*(?P<value>[\d.].*)")
-_FORMULA = re.compile(r"\\|mod|sin|cos|tan|log|ln|pi$")
+_NO_UNIT = re.compile(  # words that change the number
+    r"""\\ | \b ( (hundred | thousand | million | billion | trillion | dozen | third | quarter | fourth | fifth | sixth
+    | seventh | eighth | ninth | tenth ) s? | half | halves | times | plus | minus | over | divided | squared | cubed
+    | factorial | choose | to | or | and | not | if | more | less | mod | sin | cos | tan | log | ln | pi ) \b""",
+    re.VERBOSE | re.IGNORECASE,
+)
 
 
 class Quantity(NamedTuple):
@@ -55,7 +60,7 @@ def quantity(text: str) -> Quantity:
     """
     if match := _BEFORE.fullmatch(text):
         return Quantity(match["sign"] + match["value"], _name(match["unit"].lstrip("\\US"), None))
-    if match := _IN_TEXT.fullmatch(text):
+    if (match := _IN_TEXT.fullmatch(text)) and not _NO_UNIT.search(match["unit"]):
         return Quantity(match["value"].strip(), _name(match["unit"], match["power"]))
     match = _BARE.fullmatch(text)
     if match is None or not _is_unit(match["unit"], match["gap"]):
@@ -66,7 +71,7 @@ def quantity(text: str) -> Quantity:
 def _is_unit(letters: str, gap: str) -> bool:
     if letters in ("%", r"^\circ") or not letters.isascii():
         return True
-    if _FORMULA.match(letters):
+    if _NO_UNIT.search(letters):
         return False
     known = _CANONICAL.get(letters.lower()) is not None or "/" in letters
     return (known and (bool(gap) or len(letters) > 2)) or (bool(gap) and bool(re.match(r"[A-Za-z]{3}.*", letters)))
