@@ -24,7 +24,7 @@ def pairs() -> list[Any]:
 
 def test_the_page_is_what_the_pairs_show(pairs: list[Any]) -> None:
     text = TOOL["PAGE"].read_text(encoding="utf-8")
-    assert text == TOOL["page"](pairs, text), "docs/rewards.md is stale: run python tools/answer_pairs.py"
+    assert text == TOOL["page"](pairs, text), "docs/rewards.md is stale: run `make docs`"
 
 
 def test_there_are_enough_pairs_of_either_kind_and_none_twice(pairs: list[Any]) -> None:

@@ -18,7 +18,8 @@ from groupwise.rewards.math import same_answer
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "rewards.md"
 PAIRS = ROOT / "tests" / "data" / "answer_pairs.jsonl"
-BEGIN, END = "<!-- Made by `python tools/answer_pairs.py`; do not edit. -->", "<!-- end of the answer pairs -->"
+BEGIN = "<!-- Made by `make docs` from tests/data/answer_pairs.jsonl; do not edit. -->"
+END = "<!-- end of the answer pairs -->"
 
 
 class Pair(NamedTuple):

@@ -241,14 +241,8 @@ def _one_interval(text: str) -> tuple[str, str] | None:
         below, name, above = values
     else:
         return None
-    return (
-        name,
-        f"{'(' if _STRICT[_below(signs[0])] else '['}{below},{above}{')' if _STRICT[_below(signs[1])] else ']'}",
-    )
-
-
-def _below(sign: str) -> str:
-    return {">": "<", r"\ge": r"\le"}.get(sign, sign)
+    opened, closed = "(" if _STRICT[signs[0]] else "[", ")" if _STRICT[signs[1]] else "]"
+    return name, f"{opened}{below},{above}{closed}"
 
 
 def _brackets(left: str, right: str) -> bool | None:

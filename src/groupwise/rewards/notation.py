@@ -145,10 +145,11 @@ def bracketed(text: str) -> Bracketed | None:
     if column:
         return Bracketed("()", tuple(item.strip() for item in re.split(r"\\\\", column[1])))
     bare = re.sub(r"\\([{}])", r"\1", text)
-    bare = re.sub(
-        r"^\](.*)\[$", r"(\1)", re.sub(r"^\](.*)(?=[\])]$)", r"(\1", re.sub(r"(?<=^[\[(])(.*)\[$", r"\1)", bare))
-    )
-    if len(bare) < 2 or bare[0] not in _OPEN or bare[-1] not in _CLOSE:
+    if len(bare) < 2:
+        return None
+    first, last = {"]": "("}.get(bare[0], bare[0]), {"[": ")"}.get(bare[-1], bare[-1])
+    bare = first + bare[1:-1] + last
+    if first not in _OPEN or last not in _CLOSE:
         return None
     depths = list(_depths(bare))
     if 0 in depths[:-1] or depths[-1] != 0:
