@@ -69,11 +69,12 @@ ENGINES_MAY_IMPORT = {
 }
 
 # What `pip install groupwise` brings. pydantic_core, huggingface_hub and pyarrow come with pydantic, transformers
-# and datasets and are part of their interface.
+# and datasets and are part of their interface, as latex2sympy2_extended and sympy are of math-verify's.
 CORE = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "pydantic", "yaml", "typer", "rich"}
-CORE |= {"jinja2", "math_verify", "pydantic_core", "huggingface_hub", "pyarrow"}
+CORE |= {"jinja2", "math_verify", "latex2sympy2_extended", "sympy", "pydantic_core", "huggingface_hub", "pyarrow"}
 # An extra is imported in one file only. Whoever first uses one of those without a file names its file here.
 EXTRAS = {"vllm": "engines.vllm", "ray": "engines.ray"}
+EXTRAS |= dict.fromkeys(["jsonschema", "referencing"], "rewards.json_schema")
 EXTRAS |= dict.fromkeys(["peft", "tensorboard", "wandb", "trackio", "reasoning_gym"], "no file yet")
 # The mathematics can be read and tested with one array library.
 ONLY = {

@@ -126,6 +126,14 @@ def test_an_answer_that_would_take_for_ever_is_recorded_rather_than_evaluated(en
     assert "could take for ever to evaluate" in bad.problem
 
 
+def test_a_factorial_of_a_variable_can_be_evaluated() -> None:
+    assert MathAnswer()(rollout(r"\boxed{n \cdot (n-1)!}", answer="n!")) == 1
+
+
+def test_a_very_long_answer_is_wrong_before_it_is_read() -> None:
+    assert MathAnswer()(rollout(rf"\boxed{{{'(1+' * 100_000}}}", answer="5")) == 0
+
+
 def test_math_answers_need_no_signals() -> None:
     async def in_a_thread() -> float:
         return await asyncio.to_thread(MathAnswer(), rollout(r"\boxed{\frac{3}{7}}", answer="6/14"))

@@ -84,7 +84,8 @@ class LinearLength(Slot):
 
 class CosineLength(Slot):
     """The cosine reward (arXiv:2502.03373), in place of the reward: half a cosine over the length, from the value of an
-    answer without length to that of one as long as the limit, apart for right and wrong answers."""
+    answer without length to that of one as long as the limit, apart for right and wrong answers; one that does not end
+    within the limit gets neither."""
 
     type: Literal["cosine"] = "cosine"
     right_short: float = 2.0
@@ -95,6 +96,8 @@ class CosineLength(Slot):
     """A wrong answer of no length: it did not even try."""
     wrong_long: float = 0.0
     """A wrong answer of the longest length."""
+    exceeded: float = -10.0
+    """An answer that hit the length limit, right or wrong."""
     right_above: float = 0.5
     """An answer counts as right when its reward is greater than this."""
     limit: int | None = Field(default=None, ge=1)
@@ -103,8 +106,8 @@ class CosineLength(Slot):
     @property
     def formula(self) -> str:
         right, wrong = (self.right_short, self.right_long), (self.wrong_short, self.wrong_long)
-        ends = "if r > {:g} half a cosine from {:g} to {:g}, else from {:g} to {:g}"
-        text = ends.format(self.right_above, *right, *wrong)
+        ends = "{:g} if truncated, else if r > {:g} half a cosine from {:g} to {:g}, else from {:g} to {:g}"
+        text = ends.format(self.exceeded, self.right_above, *right, *wrong)
         return f"−r + ({text}, over {self.limit or 'max_tokens'} tokens)"
 
     def __call__(self, rewards: Array, groups: Groups, lengths: Array, truncated: Bools) -> Array:
@@ -113,7 +116,7 @@ class CosineLength(Slot):
         short = np.where(right, self.right_short, self.wrong_short)
         long = np.where(right, self.right_long, self.wrong_long)
         share = (1 + np.cos(np.pi * np.minimum(lengths / self.limit, 1.0))) / 2
-        return long + (short - long) * share - rewards
+        return np.where(truncated, self.exceeded, long + (short - long) * share) - rewards
 
 
 class StopProperly(Slot):

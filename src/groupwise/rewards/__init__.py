@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from groupwise.rewards.answers import ExactMatch, MathAnswer, RegexMatch
+from groupwise.rewards.answers import ExactMatch, MultipleChoice, RegexMatch
 from groupwise.rewards.calls import RewardFunction
 from groupwise.rewards.format import Format
+from groupwise.rewards.json_schema import JsonSchema
+from groupwise.rewards.math import MathAnswer
+from groupwise.rewards.prose import Repetition, Script
 from groupwise.rewards.reward import Reward, RewardLike, Rewards, as_rewards
 from groupwise.rewards.scoring import check_rewards, score
 
 __all__ = [
     "ExactMatch",
     "Format",
+    "JsonSchema",
     "MathAnswer",
+    "MultipleChoice",
     "RegexMatch",
+    "Repetition",
     "Reward",
     "RewardFunction",
     "RewardLike",
     "Rewards",
+    "Script",
     "as_rewards",
     "check_rewards",
     "score",

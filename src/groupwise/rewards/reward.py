@@ -14,16 +14,21 @@ from typing import Annotated, Any, cast
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from groupwise.errors import RewardError
-from groupwise.rewards.answers import ExactMatch, MathAnswer, RegexMatch
+from groupwise.rewards.answers import ExactMatch, MultipleChoice, RegexMatch
 from groupwise.rewards.calls import RewardFunction
 from groupwise.rewards.format import Format
+from groupwise.rewards.json_schema import JsonSchema
+from groupwise.rewards.math import MathAnswer
+from groupwise.rewards.prose import Repetition, Script
 from groupwise.slots import OneOf, Slot
+
+BuiltIn = OneOf(MathAnswer, ExactMatch, RegexMatch, MultipleChoice, JsonSchema, Format, Repetition, Script)
 
 
 class Reward(Slot):
     """One reward function, its weight in the sum, and its name in the metrics."""
 
-    use: Annotated[RewardFunction, OneOf(MathAnswer, ExactMatch, RegexMatch, Format)]
+    use: Annotated[RewardFunction, BuiltIn]
     """`f(rollout) -> float`, or TRL's `f(prompts, completions, **columns) -> list[float]`; a built-in by name, or code
     as `file.py:function`."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
