@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from groupwise.rewards.answers import ExactMatch, MathAnswer, RegexMatch
 from groupwise.rewards.calls import RewardFunction
+from groupwise.rewards.code import Code
 from groupwise.rewards.format import Format
 from groupwise.rewards.reward import Reward, RewardLike, Rewards, as_rewards
 from groupwise.rewards.scoring import check_rewards, score
 
 __all__ = [
+    "Code",
     "ExactMatch",
     "Format",
     "MathAnswer",

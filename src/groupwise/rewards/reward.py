@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, Valida
 from groupwise.errors import RewardError
 from groupwise.rewards.answers import ExactMatch, MathAnswer, RegexMatch
 from groupwise.rewards.calls import RewardFunction
+from groupwise.rewards.code import Code
 from groupwise.rewards.format import Format
 from groupwise.slots import OneOf, Slot
 
@@ -23,7 +24,7 @@ from groupwise.slots import OneOf, Slot
 class Reward(Slot):
     """One reward function, its weight in the sum, and its name in the metrics."""
 
-    use: Annotated[RewardFunction, OneOf(MathAnswer, ExactMatch, RegexMatch, Format)]
+    use: Annotated[RewardFunction, OneOf(MathAnswer, ExactMatch, RegexMatch, Format, Code)]
     """`f(rollout) -> float`, or TRL's `f(prompts, completions, **columns) -> list[float]`; a built-in by name, or code
     as `file.py:function`."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
