@@ -375,18 +375,22 @@ def test_children_left_in_the_background_end_with_the_program() -> None:
 def test_when_the_trainer_is_killed_its_sandboxes_end() -> None:
     word = f"groupwise-{uuid.uuid4()}"  # in the sandbox's command line: a folder that bubblewrap makes
     script = f"""
+import time
 import groupwise.rewards.bubblewrap as b
-from groupwise.rewards.sandbox import Limits, run
-plain = b._namespaces()
-b._namespaces = lambda: (*plain, "--dir", "/{word}")
-run("import time; print('here', flush=True); time.sleep(60)", Limits(wall_seconds=60))
+from groupwise.rewards.sandbox import Limits, running
+plain = b._system()
+b._system = lambda: (*plain, "--dir", "/{word}")
+with running("script", {{"program": "import time; time.sleep(60)"}}, Limits(wall_seconds=60)) as box:
+    while not box.confined:
+        time.sleep(0.01)
+    print("up", flush=True)
+    box.finish()
 """
-    trainer = subprocess.Popen([sys.executable, "-c", script])
-    try:
-        assert_soon(lambda: len(processes_with(word)) >= 2, 60)
-    finally:
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "up\n"
+        assert len(processes_with(f"--dir /{word}")) == 2  # bubblewrap outside and inside
         trainer.kill()
-        trainer.wait()
     assert_soon(lambda: not processes_with(f"/{word}"))
 
 
@@ -413,7 +417,7 @@ def forgetful() -> Any:
     """What is found out once about the machine is found out again, before and after."""
 
     def forget() -> None:
-        for known in (sandbox._obstacle, sandbox._warn_once, bubblewrap._namespaces, bubblewrap.can_be_nobody):
+        for known in (sandbox._obstacle, sandbox._warn_once, bubblewrap._system, bubblewrap.can_be_nobody):
             known.cache_clear()
 
     forget()
@@ -433,7 +437,7 @@ def test_where_namespaces_are_refused_the_message_says_so(tmp_path: Path, monkey
     refusing = tmp_path / "bwrap"
     refusing.write_text("#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n")
     refusing.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(RewardError, match=r"No permissions to create.*user namespaces.*sandbox: none"):
         require("bwrap", "code")
     with pytest.raises(SandboxError, match="No permissions"):

@@ -1,12 +1,11 @@
 """Start a process in namespaces of its own with bubblewrap, on a read-only system of what Python needs.
 
-As root we map two users into the new user namespace, root and nobody, so that the process can become nobody: root is
-exempt from the kernel's limit on processes.  Bubblewrap maps one user only, so it waits while we write the map.
+As root we map two users into the user namespace, root and nobody, so that the process can become nobody: root is exempt
+from the kernel's limit on processes.  Bubblewrap itself maps one user only, so we make that namespace for it.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -14,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import IO
 
 from groupwise.rewards.inside.confine import NOBODY
 
@@ -37,35 +35,22 @@ def start(
         OSError: there is no bubblewrap.
     """
 
-    def popen(*more: str, pipes: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-        tmp = ("--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/")
-        command = [*_namespaces(), *tmp, *more, "--", *words]
-        inherited = [*fds, *pipes]
-        return subprocess.Popen(command, stdin=stdin, stdout=output, stderr=output, pass_fds=inherited, env={})
-
-    if not can_be_nobody():
-        return popen()
-    told, telling = os.pipe()
-    waiting, go = os.pipe()
-    capabilities = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")  # given up with the first use of them
+    command = [*_system(), "--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
+    command += ["--remount-ro", "/"]
+    inherited = [*fds]
+    if can_be_nobody():
+        inherited.append(_namespace_with_nobody())
+        command += ["--userns", str(inherited[-1])]
+        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # given up with the first use of them
+    else:
+        command += ["--unshare-user"]
     try:
-        pipes = ("--info-fd", str(telling), "--userns-block-fd", str(waiting))
-        process = popen(*capabilities, *pipes, pipes=[telling, waiting])
-    except OSError:
-        os.close(told)
-        os.close(go)
-        raise
+        return subprocess.Popen(
+            [*command, "--", *words], stdin=stdin, stdout=output, stderr=output, pass_fds=inherited, env={}
+        )
     finally:
-        os.close(telling)
-        os.close(waiting)
-    try:
-        with open(told, "rb") as info, open(go, "wb", buffering=0) as gate:
-            _map_nobody(info.read(), gate)
-    except OSError as error:
-        with process:
-            process.kill()
-        raise SandboxError(f"the user nobody cannot be mapped into it: {error}") from error
-    return process
+        for fd in inherited[len(fds) :]:
+            os.close(fd)
 
 
 @cache
@@ -75,26 +60,31 @@ def can_be_nobody() -> bool:
     return os.geteuid() == 0 and any(int(first) <= NOBODY < int(first) + int(count) for first, _, count in spans)
 
 
-def _map_nobody(info: bytes, gate: IO[bytes]) -> None:
-    """Write the user namespace's map, and let bubblewrap go on."""
-    if not info:
-        return  # bubblewrap has failed, and its orders will be found unread
-    pid = json.loads(info)["child-pid"]
-    for name in ("uid_map", "gid_map"):
-        Path(f"/proc/{pid}/{name}").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
-    gate.write(b"1")
+def _namespace_with_nobody() -> int:
+    """A file descriptor of a new user namespace, which lives as long as it or a process inside."""
+    try:
+        with subprocess.Popen(["unshare", "--user", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+            assert first.stdin is not None and first.stdout is not None
+            first.stdin.write(b"1")
+            first.stdin.flush()
+            first.stdout.read(1)  # the echo comes from the other side of `unshare`
+            for name in ("uid_map", "gid_map"):
+                Path(f"/proc/{first.pid}/{name}").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+            return os.open(f"/proc/{first.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise SandboxError(f"no user namespace with the user nobody in it: {error}") from error
 
 
 @cache
-def _namespaces() -> tuple[str, ...]:
-    """Bubblewrap and what does not change from run to run: namespaces and the read-only system."""
-    shared = ("user", "ipc", "pid", "net", "uts", "cgroup-try")
-    words = [shutil.which("bwrap") or "bwrap", *(f"--unshare-{name}" for name in shared), "--hostname", "sandbox"]
+def _system() -> tuple[str, ...]:
+    """Bubblewrap and what does not change from run to run: the other namespaces and the read-only system."""
+    own = ("ipc", "pid", "net", "uts", "cgroup-try")
+    words = [shutil.which("bwrap") or "bwrap", *(f"--unshare-{name}" for name in own), "--hostname", "sandbox"]
     words += ["--clearenv", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     prefix = Path(sys.base_prefix).resolve()
-    own = Path(INTERPRETER) if prefix == Path("/usr") else prefix
+    python = Path(INTERPRETER) if prefix == Path("/usr") else prefix
     libraries = [Path(root, name) for root in ("/usr", "/") for name in ("lib", "lib32", "lib64", "libx32")]
-    for path in [*libraries, Path("/usr/share/zoneinfo"), own]:
+    for path in [*libraries, Path("/usr/share/zoneinfo"), python]:
         if path.is_symlink():
             words += ["--symlink", os.readlink(path), str(path)]
         elif path.exists():

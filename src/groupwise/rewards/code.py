@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import textwrap
 from typing import Literal
 
 from groupwise.records import Rollout
@@ -96,7 +97,7 @@ class Code(Slot):
 def last_program(text: str) -> str | None:
     """The content of the last ```` ```python ```` block after the thinking, or None."""
     blocks = _BLOCK.findall(final_part(text))
-    return blocks[-1] if blocks else None
+    return textwrap.dedent(blocks[-1]) if blocks else None
 
 
 def _lines(output: str) -> list[str]:

@@ -128,6 +128,9 @@ class Running:
         """End everything in it.  Bubblewrap's death is that of the first process inside, and so of the namespace."""
         if self._process.returncode is not None:
             return  # its number may be another's by now
+        patience = time.perf_counter() + 1
+        while not self.confined and self._process.poll() is None and time.perf_counter() < patience:
+            time.sleep(0.001)  # earlier, bubblewrap's death may not reach the one it has started
         try:
             if self._how == "none":
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -182,15 +185,18 @@ def running(
     `sockets` are file descriptors that it inherits; without `listen` its output goes nowhere.
     """
     as_nobody = how == "bwrap" and can_be_nobody()
-    whole = {**orders, "limits": _resource_limits(limits, how), "as_nobody": as_nobody}
     with ExitStack() as stack:
-        paper = _memory_file(_modules(part) + marshal.dumps(whole))
-        stack.callback(os.close, paper)
         questions = _memory_file(stdin)
         stack.callback(os.close, questions)
         # Nothing may change what the program reads, the program included.
         fcntl.fcntl(questions, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
-        words, fds = (INTERPRETER, *_PYTHON, BOOT, str(paper)), (paper, *sockets)
+        leash, ours = os.pipe()
+        stack.callback(os.close, leash)
+        stack.callback(os.close, ours)
+        whole = {**orders, "limits": _resource_limits(limits, how), "as_nobody": as_nobody, "leash": leash}
+        paper = _memory_file(_modules(part) + marshal.dumps(whole))
+        stack.callback(os.close, paper)
+        words, fds = (INTERPRETER, *_PYTHON, BOOT, str(paper)), (paper, leash, *sockets)
         output = subprocess.PIPE if listen else subprocess.DEVNULL
         if how == "none":
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="groupwise-"))

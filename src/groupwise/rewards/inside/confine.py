@@ -32,7 +32,12 @@ def confine(orders: dict[str, Any], receipt: int) -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-    os.ftruncate(receipt, 0)
+    os.set_blocking(orders["leash"], False)
+    try:
+        os.read(orders["leash"], 1)
+        os._exit(1)  # the other end is closed: the trainer died before its death could reach us
+    except BlockingIOError:
+        os.ftruncate(receipt, 0)
     first = 3
     for kept in (orders.get("socket", 2), 1 << 20):  # bubblewrap leaves a pipe of its own open
         os.closerange(first, kept)
