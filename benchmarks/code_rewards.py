@@ -152,7 +152,7 @@ def main() -> None:
 
     ways = [[name, f"{statistics.median(one) * 1e3:.1f} ms"] for name, one in taken.items()]
     text = (
-        f"{CALLS:,} rewards from {WORKERS} threads, each with limits of 1 s of processor time and 4 s on the clock, took "
+        f"{CALLS:,} rewards from {WORKERS} threads, each with 1 s of processor time and 4 s on the clock, took "
         f"{seconds:.0f} s: **{CALLS / seconds:.1f} a second**. Every one came back with the reward it should have, and "
         "no process was left. Slow and hostile ones are a tenth of the calls and most of the time.\n\n"
         + table(("kind", "calls", "reward", "median", "longest"), [summary(kind) for kind, *_ in MIX])

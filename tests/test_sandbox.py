@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import platform
 import shutil
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from groupwise.errors import RewardError
 from groupwise.rewards import bubblewrap, sandbox
 from groupwise.rewards.bubblewrap import SandboxError
 from groupwise.rewards.sandbox import Limits, Result, require, run
+from groupwise.rewards.seccomp import seccomp_filter
 
 pytestmark = pytest.mark.skipif(
     shutil.which("bwrap") is None, reason="no bwrap here, so no sandbox to escape from: apt install bubblewrap"
@@ -217,6 +219,26 @@ def test_the_program_is_nobody_of_importance() -> None:
     # Setting oneself to 0 is no step up where 0 is nobody's number; with root there, it must fail.
     assert words[-2:] == ["-1", "1"]
     assert "allowed" not in words
+
+
+@pytest.mark.skipif(not seccomp_filter(), reason="no filter of system calls for this processor")
+def test_system_calls_around_the_limits_are_refused() -> None:
+    program = """
+        import ctypes, errno, os
+        libc = ctypes.CDLL(None, use_errno=True)
+        calls = {
+            "shmget": lambda: libc.shmget(0, 1 << 20, 0o1600),
+            "memfd_create": lambda: libc.memfd_create(b"x", 0),
+            "unshare": lambda: libc.unshare(0x10000000),
+            "ptrace": lambda: libc.ptrace(16, 1, 0, 0),
+            "clone": lambda: libc.syscall(CLONE, 0x10000011, 0, 0, 0, 0),
+        }
+        for name, call in calls.items():
+            ctypes.set_errno(0)
+            if call() != -1 or ctypes.get_errno() != errno.EPERM:
+                print(name, ctypes.get_errno())
+    """
+    assert said(program.replace("CLONE", str({"x86_64": 56, "aarch64": 220}[platform.machine()]))) == ""
 
 
 # --------------------------------------------------------------------------------------------------------- its limits

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from groupwise.rewards.inside.confine import NOBODY
+from groupwise.rewards.seccomp import seccomp_filter
 
 MB = 1 << 20
 INTERPRETER: str = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
@@ -38,19 +39,31 @@ def start(
     command = [*_system(), "--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
     command += ["--remount-ro", "/"]
     inherited = [*fds]
-    if can_be_nobody():
-        inherited.append(_namespace_with_nobody())
-        command += ["--userns", str(inherited[-1])]
-        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # given up with the first use of them
-    else:
-        command += ["--unshare-user"]
     try:
+        if seccomp_filter():
+            inherited.append(memory_file(seccomp_filter()))
+            command += ["--seccomp", str(inherited[-1])]
+        if can_be_nobody():
+            inherited.append(_namespace_with_nobody())
+            command += ["--userns", str(inherited[-1])]
+            command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # given up with the first use of them
+        else:
+            command += ["--unshare-user"]
         return subprocess.Popen(
             [*command, "--", *words], stdin=stdin, stdout=output, stderr=output, pass_fds=inherited, env={}
         )
     finally:
         for fd in inherited[len(fds) :]:
             os.close(fd)
+
+
+def memory_file(content: bytes) -> int:
+    """A file descriptor of a file in memory, to be read from its beginning."""
+    fd = os.memfd_create("groupwise", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
 
 
 @cache

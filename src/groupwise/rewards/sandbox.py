@@ -33,7 +33,7 @@ from pydantic import Field
 
 from groupwise.errors import RewardError
 from groupwise.rewards import inside
-from groupwise.rewards.bubblewrap import INTERPRETER, MB, SandboxError, can_be_nobody, start
+from groupwise.rewards.bubblewrap import INTERPRETER, MB, SandboxError, can_be_nobody, memory_file, start
 from groupwise.slots import Slot
 
 LOG = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ def running(
     """
     as_nobody = how == "bwrap" and can_be_nobody()
     with ExitStack() as stack:
-        questions = _memory_file(stdin)
+        questions = memory_file(stdin)
         stack.callback(os.close, questions)
         # Nothing may change what the program reads, the program included.
         fcntl.fcntl(questions, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
@@ -194,7 +194,7 @@ def running(
         stack.callback(os.close, leash)
         stack.callback(os.close, ours)
         whole = {**orders, "limits": _resource_limits(limits, how), "as_nobody": as_nobody, "leash": leash}
-        paper = _memory_file(_modules(part) + marshal.dumps(whole))
+        paper = memory_file(_modules(part) + marshal.dumps(whole))
         stack.callback(os.close, paper)
         words, fds = (INTERPRETER, *_PYTHON, BOOT, str(paper)), (paper, leash, *sockets)
         output = subprocess.PIPE if listen else subprocess.DEVNULL
@@ -271,14 +271,6 @@ def _modules(part: str) -> bytes:
             for name in _PARTS[part]
         ]
     )
-
-
-def _memory_file(content: bytes) -> int:
-    fd = os.memfd_create("groupwise", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with open(fd, "wb", closefd=False) as file:
-        file.write(content)
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
 
 
 def _resource_limits(limits: Limits, how: How) -> dict[str, tuple[int, int]]:

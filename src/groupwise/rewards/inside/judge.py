@@ -28,9 +28,8 @@ def play(orders: dict[str, Any]) -> None:
     try:
         peer.receive()  # the program is loaded
         program = Remote(peer, 0)
-        solution = types.ModuleType("solution")
-        solution.__dict__["__getattr__"] = lambda name: getattr(program, name)
-        sys.modules["solution"] = solution
+        sys.modules["solution"] = types.ModuleType("solution")
+        sys.modules["solution"].__dict__["__getattr__"] = program.__getattr__
         for name in orders["names"]:
             try:
                 namespace[name] = getattr(program, name)
