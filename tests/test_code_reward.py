@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 import textwrap
 from typing import Any
 
 import numpy as np
 import pytest
+from bwrap import NEEDS_BWRAP
 
 from groupwise.errors import RewardError
 from groupwise.records import Rollout
@@ -17,9 +17,6 @@ from groupwise.rewards.code import last_program
 from groupwise.rewards.sandbox import Limits
 from groupwise.rewards.suites import Suite, read_tests
 
-NEEDS_BWRAP = pytest.mark.skipif(
-    shutil.which("bwrap") is None, reason="no bwrap here, so no sandbox to judge programs in: apt install bubblewrap"
-)
 QUICK = Limits(cpu_seconds=1, wall_seconds=2)
 
 ADD = "def add(a, b):\n    return a + b\n"

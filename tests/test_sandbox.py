@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import platform
-import shutil
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bwrap import NEEDS_BWRAP
 
 from groupwise.errors import RewardError
 from groupwise.rewards import bubblewrap, sandbox
@@ -25,9 +25,7 @@ from groupwise.rewards.bubblewrap import SandboxError
 from groupwise.rewards.sandbox import Limits, Result, require, run
 from groupwise.rewards.seccomp import seccomp_filter
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("bwrap") is None, reason="no bwrap here, so no sandbox to escape from: apt install bubblewrap"
-)
+pytestmark = NEEDS_BWRAP
 
 QUICK = Limits(cpu_seconds=1, wall_seconds=1.5)
 

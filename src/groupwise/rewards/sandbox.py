@@ -108,13 +108,15 @@ class Running:
         Raises:
             SandboxError: the sandbox could not be set up.
         """
-        said, limit = self._collect()
+        said = {"stdout": bytearray(), "stderr": bytearray()}
+        limit = self._listen(said)
         self.kill()
         status = self._process.wait()
         status = status if status >= 0 else 128 - status
         if status == 128 + signal.SIGXCPU and not limit:
             limit = "cpu_seconds"
-        result = Result(status, said["stdout"], said["stderr"], limit, time.perf_counter() - self._began)
+        stdout, stderr = (bytes(text[: self._limits.output_kb * 1024]) for text in said.values())
+        result = Result(status, stdout, stderr, limit, time.perf_counter() - self._began)
         if not self.confined:
             raise SandboxError(f"the sandbox was not set up: {_tail(result.stderr) or f'status {status}'}")
         return result
@@ -139,10 +141,8 @@ class Running:
         except ProcessLookupError:
             pass
 
-    def _collect(self) -> tuple[dict[str, bytes], str]:
-        """(standard output and error, the limit that was hit), as soon as both are closed or a limit is passed."""
-        said = {"stdout": bytearray(), "stderr": bytearray()}
-        cap = self._limits.output_kb * 1024
+    def _listen(self, said: dict[str, bytearray]) -> str:
+        """Fill `said` until both streams are closed or a limit is passed, and return that limit."""
         deadline = self._began + self._limits.wall_seconds
         with selectors.DefaultSelector() as open_ends, ExitStack() as closing:
             ended = os.pidfd_open(self._process.pid)
@@ -155,7 +155,7 @@ class Running:
             while open_ends.get_map():
                 left = deadline - time.perf_counter()
                 if left <= 0:
-                    return {name: bytes(text) for name, text in said.items()}, "wall_seconds"
+                    return "wall_seconds"
                 for key, _ in open_ends.select(left):
                     chunk = os.read(key.fd, 1 << 16) if key.data else b""
                     if not chunk:
@@ -164,9 +164,9 @@ class Running:
                         self.kill()  # children that it left behind may hold the other ends open
                         continue
                     said[key.data] += chunk
-                    if len(said[key.data]) > cap:
-                        return {name: bytes(text[:cap]) for name, text in said.items()}, "output_kb"
-        return {name: bytes(text) for name, text in said.items()}, ""
+                    if len(said[key.data]) > self._limits.output_kb * 1024:
+                        return "output_kb"
+        return ""
 
 
 @contextmanager
