@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from groupwise.rewards.answers import ExactMatch, MultipleChoice, RegexMatch
 from groupwise.rewards.calls import RewardFunction
+from groupwise.rewards.code import Code
 from groupwise.rewards.format import Format
 from groupwise.rewards.json_schema import JsonSchema
 from groupwise.rewards.math import MathAnswer
@@ -12,6 +13,7 @@ from groupwise.rewards.reward import Reward, RewardLike, Rewards, as_rewards
 from groupwise.rewards.scoring import check_rewards, score
 
 __all__ = [
+    "Code",
     "ExactMatch",
     "Format",
     "JsonSchema",

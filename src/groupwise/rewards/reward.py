@@ -16,13 +16,14 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, Valida
 from groupwise.errors import RewardError
 from groupwise.rewards.answers import ExactMatch, MultipleChoice, RegexMatch
 from groupwise.rewards.calls import RewardFunction
+from groupwise.rewards.code import Code
 from groupwise.rewards.format import Format
 from groupwise.rewards.json_schema import JsonSchema
 from groupwise.rewards.math import MathAnswer
 from groupwise.rewards.prose import Repetition, Script
 from groupwise.slots import OneOf, Slot
 
-BuiltIn = OneOf(MathAnswer, ExactMatch, RegexMatch, MultipleChoice, JsonSchema, Format, Repetition, Script)
+BuiltIn = OneOf(MathAnswer, ExactMatch, RegexMatch, MultipleChoice, JsonSchema, Code, Format, Repetition, Script)
 
 
 class Reward(Slot):
