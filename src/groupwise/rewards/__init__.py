@@ -6,9 +6,11 @@ from groupwise.rewards.answers import ExactMatch, MathAnswer, RegexMatch
 from groupwise.rewards.calls import RewardFunction
 from groupwise.rewards.format import Format
 from groupwise.rewards.reward import Reward, RewardLike, Rewards, as_rewards
-from groupwise.rewards.scoring import check_rewards, score
+from groupwise.rewards.scoring import PASSED, check_rewards, grades, score
+from groupwise.rewards.workers import workers_end
 
 __all__ = [
+    "PASSED",
     "ExactMatch",
     "Format",
     "MathAnswer",
@@ -19,5 +21,7 @@ __all__ = [
     "Rewards",
     "as_rewards",
     "check_rewards",
+    "grades",
     "score",
+    "workers_end",
 ]
