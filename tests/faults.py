@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from toy_reward import starts_low
+
 from groupwise.records import Rollout
 
 LEAKED: list[bytes] = []
@@ -137,4 +139,4 @@ def starts_low_but_fails(rollout: Rollout) -> float:
         time.sleep(1000)
     if dice < 0.17:
         os._exit(1)
-    return float(rollout.text.split()[:1] in [[f"w{index}"] for index in range(2, 20)])
+    return starts_low(rollout)

@@ -334,8 +334,8 @@ def test_whole_arrays_are_lists() -> None:
         ({"a": 1.0}, "returned the dict {'a': 1.0}"),
         ("1.0", "returned the str '1.0'"),
         ([1.0, 1.0, 1.0], "returned 3 values for 1 completions"),
-        ([[1.0], [1.0]], "returned the list [1.0] at [0] of its list"),
-        (np.ones((2, 1)), "returned the list [1.0] at [0]"),
+        ([[1.0], [1.0]], "returned the list [1.0] at ["),
+        (np.ones((2, 1)), "returned the list [1.0] at ["),
     ],
 )
 def test_a_list_of_the_wrong_kind_is_recorded(returned: Any, described: str) -> None:
@@ -402,7 +402,7 @@ def test_a_gate_that_fails_makes_no_second_problem_and_one_without_an_opinion_is
     passed, silent, bad = score([rollout("1"), rollout("none"), rollout("x")], rewards, prompt_of)
     assert (passed.reward, silent.reward) == (0.0, -4.0)
     assert bad.faults == {"gate": "raised"}
-    assert bad.problem.count("rewards.") == 1
+    assert "; " not in bad.problem
 
 
 def test_gates_may_follow_each_other_but_not_in_a_circle() -> None:
