@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import trl.rewards
+import trl_functions
 from pydantic import TypeAdapter, ValidationError
 
 from groupwise.errors import RewardError
@@ -522,6 +524,41 @@ def test_one_bad_sample_does_not_cost_the_others_theirs() -> None:
     assert bad.problem.startswith(
         "rewards.parses: raised ValueError: could not convert string to float: 'x' (test_rewards"
     )
+
+
+def test_the_functions_of_trls_documentation_run_unchanged() -> None:
+    first = rollout(r"\boxed{4}", ground_truth="4", task="math")
+    second = rollout("def f(): 3", tokens=5, ground_truth="def f(): 3", task="coding")
+
+    def values(*functions: Any) -> list[dict[str, float]]:
+        check_rewards(as_rewards(list(functions)), [first.example, second.example], prompt_of)
+        said = score([first, second], as_rewards(list(functions)), prompt_of)
+        assert all(r.valid for r in said)
+        return [{name: value for name, value in r.rewards.items() if not math.isnan(value)} for r in said]
+
+    assert values(trl_functions.longer_in_tokens) == [{"longer_in_tokens": 3.0}, {"longer_in_tokens": 5.0}]
+    assert values(trl_functions.longer_in_characters)[1] == {"longer_in_characters": 10.0}
+    assert [*values(trl_functions.equals_the_reference)] == [{"equals_the_reference": v} for v in (1.0, 0.0)]
+    assert values(trl_functions.of_mathematics, trl_functions.of_code) == [{"of_mathematics": 1.0}, {"of_code": 1.0}]
+    assert values(trl_functions.asks_a_server) == [{"asks_a_server": 1.0}] * 2
+    assert values(trl_functions.logs_more) == [{"logs_more": 0.0}, {"logs_more": 1.0}]
+
+    def asked(row: Any) -> Any:
+        return [{"role": "user", "content": row["prompt"]}]
+
+    formatted = [rollout("<think>.</think><answer>4</answer>"), rollout("4")]
+    assert [r.reward for r in score(formatted, as_rewards(trl_functions.has_the_format), asked)] == [1.0, 0.0]
+
+
+def test_trls_own_reward_functions_run_unchanged() -> None:
+    rewards = as_rewards([trl.rewards.think_format_reward, trl.rewards.get_soft_overlong_punishment(5, 4)])
+
+    def asked(row: Any) -> Any:
+        return [{"role": "user", "content": row["prompt"]}]
+
+    rollouts = score([rollout("<think>.</think>4", tokens=3), rollout("4", tokens=6)], rewards, asked)
+    assert [r.valid for r in rollouts] == [True, True]
+    assert [list(r.rewards.values()) for r in rollouts] == [[1.0, -0.5], [0.0, -1.0]]
 
 
 # ------------------------------------------------------------------------------------------------ before any sampling

@@ -15,11 +15,11 @@ import safetensors.torch
 import torch
 from models import ARCHITECTURES, tiny_tokenizer
 from rich.console import Console
+from toy_reward import starts_low
 from toys import (
     final_bytes,
     metrics,
     sampled,
-    starts_low,
     terminal,
     toy_config,
     toy_folder,
