@@ -16,8 +16,9 @@ from typing import Any
 import faults
 import numpy as np
 import pytest
-from toys import metrics, sampled, terminal, toy_config, toy_folder, toy_rows
+from toys import REWARD, metrics, sampled, terminal, toy_config, toy_folder, toy_rows
 
+from groupwise.advantages import GroupStd
 from groupwise.errors import RewardError
 from groupwise.records import Rollout
 from groupwise.rewards import Reward, as_rewards, check_rewards, nursery, score, workers_end
@@ -353,3 +354,29 @@ def test_a_run_learns_while_a_sixth_of_its_reward_calls_fail_and_says_so(tmp_pat
         np.mean([not r["valid"] for r in rows])
     )
     assert all(row["advantage"] == 0 for row in rows if not row["valid"])
+
+
+def normal(values: Any, scale: GroupStd) -> Any:
+    spread = np.ptp(values) > 0
+    return (values - values.mean()) / (values.std(ddof=scale.ddof) + scale.eps) if spread else 0 * values
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", {"preset": "gdpo", "whiten": None}])
+def test_rewards_are_normalised_together_or_each_on_its_own_as_the_run_file_says(
+    tmp_path: Path, algorithm: Any
+) -> None:
+    """By hand: GRPO normalises the weighted sum, GDPO sums what is normalised."""
+    toy_folder(tmp_path / "model")
+    toy_rows(tmp_path / "rows.jsonl")
+    rewards = [{"use": REWARD, "weight": 0.5}, f"{faults.__file__}:judge"]
+    config = toy_config(tmp_path, rewards=rewards, algorithm=algorithm, steps=1, output=str(tmp_path / "run"))
+    rows = sampled(train(config, console=terminal()[0]).folder, 1)
+    scale = config.algorithm.scale
+    assert isinstance(scale, GroupStd)
+    for group in range(4):
+        own = [row for row in rows if row["group"] == group]
+        low, length = (np.array([row[f"reward/{name}"] for row in own]) for name in ("starts_low", "judge"))
+        together = normal(0.5 * low + length, scale)
+        alone = 0.5 * normal(low, scale) + normal(length, scale)
+        expected = together if algorithm == "grpo" else alone
+        assert [row["advantage"] for row in own] == pytest.approx(expected, abs=1e-5)
