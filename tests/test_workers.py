@@ -23,7 +23,9 @@ from groupwise.errors import RewardError
 from groupwise.records import Rollout
 from groupwise.rewards import Reward, as_rewards, check_rewards, nursery, score, workers_end
 from groupwise.rewards.calls import Verdict
-from groupwise.rewards.workers import Question, Workers, pickled
+from groupwise.rewards.here import pickled
+from groupwise.rewards.questions import Question
+from groupwise.rewards.workers import Workers
 from groupwise.train import train
 
 SECONDS = 0.6
@@ -313,11 +315,20 @@ def test_no_process_is_left_when_the_trainer_is_interrupted_or_killed(number: in
     assert alive(mark) == {}
 
 
-def test_what_a_call_started_ends_with_it() -> None:
-    first, bad = scored(limited(faults.judge), ["a", "family"])
-    assert (first.valid, bad.faults) == (True, {"judge": "timeout"})
-    mark = [line for line in alive(os.environ.get("PATH", "")).values() if "sleep 1000" in line]
-    assert mark == []
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_what_a_call_started_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("MARK", mark)
+    workers = Workers(1)
+    try:
+        (reward,) = limited(faults.judge)
+        assert [verdict.cause for verdict in ask(workers, reward, ["family", "a"])] == ["timeout", ""]
+        left = alive(mark)
+        assert len(left) == 2  # the nursery, and the worker that judged the second
+        assert not any("sleep" in line for line in left.values())
+    finally:
+        workers.close()
+    assert alive(mark) == {}
 
 
 # ------------------------------------------------------------------------------------------------------------ training

@@ -13,8 +13,9 @@ from groupwise.chat import Prompt
 from groupwise.errors import RewardError, did_you_mean
 from groupwise.records import Rollout
 from groupwise.rewards.calls import Verdict, check_columns
+from groupwise.rewards.questions import Question
 from groupwise.rewards.reward import Reward
-from groupwise.rewards.workers import Question, ask, load
+from groupwise.rewards.workers import ask, load
 
 PromptOf = Callable[[Mapping[str, Any]], Prompt]
 """From a dataset row to the prompt that was made of it."""

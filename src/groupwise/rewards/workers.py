@@ -4,14 +4,12 @@
 but itself: a call that hangs or takes its process down is ended and recorded, a list that fails is asked again one by
 one, and the outcome depends neither on how many workers there are nor on which of them answers first.
 
-What cannot leave the trainer's process stays in it: a function that cannot be pickled (a lambda, a closure, one of a
-notebook or of the script itself), one that holds a model, and built-ins that ask to stay (`in_process`).
+What cannot leave the trainer's process stays in it, see `here.py`.
 """
 
 from __future__ import annotations
 
 import atexit
-import io
 import json
 import os
 import pickle
@@ -21,20 +19,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from hashlib import sha256
 from multiprocessing.connection import wait
 from typing import Any
 
-from groupwise.chat import Prompt
 from groupwise.errors import RewardError
-from groupwise.records import Rollout
 from groupwise.rewards import nursery
-from groupwise.rewards.calls import Verdict, call, failed, is_async, is_together, too_late
+from groupwise.rewards.calls import Verdict, failed, is_async, too_late
+from groupwise.rewards.here import answer_here, pickled
+from groupwise.rewards.questions import Call, Ledger, Question
 from groupwise.rewards.reward import Reward
 from groupwise.slots import loaded_files
 
@@ -48,122 +44,7 @@ LEAST_WORKERS = 4
 """Calls may wait rather than compute, so a few more than there are cores do no harm."""
 RESTARTS = 2
 """How often the nursery may be lost while some questions are asked."""
-RETRIED = ("raised", "timeout", "crashed")
-"""What may go better the next time; what a function returned is its answer."""
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-
-Outcome = list[Verdict] | Verdict
-
-
-@dataclass(frozen=True)
-class Question:
-    """What a reward is asked: a verdict on each of some rollouts."""
-
-    reward: Reward
-    rollouts: Sequence[Rollout]
-    prompts: Sequence[Prompt]
-    """Aligned with `rollouts`."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a reward function, for the rollouts at `places` of a question."""
-
-    question: Question
-    places: tuple[int, ...]
-    tries: int = 0
-
-    @property
-    def rollouts(self) -> list[Rollout]:
-        return [self.question.rollouts[place] for place in self.places]
-
-    @property
-    def prompts(self) -> list[Prompt]:
-        return [self.question.prompts[place] for place in self.places]
-
-
-class Ledger:
-    """The calls that a question still needs, and the verdicts that are in."""
-
-    def __init__(self, questions: Sequence[Question]) -> None:
-        self.said: dict[int, dict[int, Verdict]] = {id(question): {} for question in questions}
-        self.calls = deque(one for question in questions for one in _calls(question))
-
-    def settle(self, done: Call, outcome: Outcome) -> None:
-        """Note what a call brought, and what has to be asked again: a list that failed, one by one."""
-        question = done.question
-        if isinstance(outcome, Verdict) and len(done.places) > 1:
-            self.calls.extend(Call(question, (place,), done.tries) for place in done.places)
-            return
-        verdicts = [outcome] if isinstance(outcome, Verdict) else outcome
-        for place, verdict in zip(done.places, verdicts, strict=True):
-            if verdict.cause in RETRIED and done.tries < question.reward.retries:
-                self.calls.append(Call(question, (place,), done.tries + 1))
-            else:
-                self.said[id(question)][place] = verdict
-
-    def verdicts(self, question: Question) -> list[Verdict]:
-        """One for each rollout, in order."""
-        said = self.said[id(question)]
-        return [said[place] for place in range(len(question.rollouts))]
-
-
-def _calls(question: Question) -> Iterator[Call]:
-    places = tuple(range(len(question.rollouts)))
-    if places and is_together(question.reward.title, question.reward.use):
-        return iter((Call(question, places),))
-    return (Call(question, (place,)) for place in places)
-
-
-# In the trainer's process --------------------------------------------------------------------------------------------
-
-
-def _here(asked: Call) -> Outcome:
-    reward = asked.question.reward
-    ask = partial(call, reward.title, reward.use, asked.rollouts, asked.prompts, seconds=reward.limit)
-    return ask() if getattr(reward.use, "in_process", False) else _within(reward.limit, ask)
-
-
-def _within(seconds: float, ask: Callable[[], Outcome]) -> Outcome:
-    """What a call brings, or that it took too long: then its thread, which cannot be ended, is left to itself."""
-    brought: list[Outcome] = []
-    raised: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            brought.append(ask())
-        except BaseException as error:  # an interrupt, or a function that stops the run: raised again below
-            raised.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if raised:
-        raise raised[0]
-    return brought[0] if brought else too_late(seconds)
-
-
-class _Light(pickle.Pickler):
-    """Refuses tensors, and so whatever holds a model."""
-
-    def persistent_id(self, obj: Any, /) -> None:
-        if type(obj).__module__.partition(".")[0] == "torch":
-            raise pickle.PicklingError("it holds a tensor")
-
-
-def pickled(function: Any) -> bytes | None:
-    """The function as a worker can have it, or None when it stays in this process."""
-    if getattr(function, "in_process", False) or not hasattr(os, "fork"):
-        return None
-    data = io.BytesIO()
-    try:
-        _Light(data).dump(function)
-    except Exception:  # whatever the user's object does when it is pickled: it stays here
-        return None
-    return None if b"__main__" in data.getvalue() else data.getvalue()  # of the script itself, or of a notebook
-
-
-# In workers ----------------------------------------------------------------------------------------------------------
 
 
 class _NurseryLostError(Exception):
@@ -250,7 +131,7 @@ class Workers:
             stays = Ledger(here)
             while stays.calls:
                 asked = stays.calls.popleft()
-                stays.settle(asked, _here(asked))
+                stays.settle(asked, answer_here(asked))
             ledger.said |= stays.said
             return [ledger.verdicts(question) for question in questions]
 
