@@ -29,7 +29,7 @@ fix: $(READY) ## mend what lint and format can mend by themselves
 	$(BIN)/ruff format .
 
 bench: $(READY) ## measure and rewrite docs/benchmarks.md (half an hour; keep the machine quiet)
-	for one in seeds algorithms ppo length_bias against_trl code_rewards; do $(BIN)/python -m benchmarks.$$one || exit 1; done
+	for one in seeds algorithms ppo length_bias faulty_rewards code_rewards against_trl; do $(BIN)/python -m benchmarks.$$one || exit 1; done
 
 docs: $(READY) ## regenerate the generated pages
 	$(BIN)/python tools/docs.py

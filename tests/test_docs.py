@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -14,11 +15,12 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from toys import toy_config, toy_folder, toy_rows
+from toys import REWARD, toy_config, toy_folder, toy_rows
 
 from groupwise.cli import app
 from groupwise.config import Config, read_yaml
 from groupwise.presets import ABOUT, PRESETS
+from groupwise.records import Rollout
 from groupwise.slots import load_code
 from groupwise.train import train
 
@@ -138,12 +140,18 @@ def test_every_metric_of_a_run_is_documented_and_every_documented_metric_is_in_a
     documented = {name for group in from_tool("METRICS").values() for name in group}
     toy_folder(tmp_path / "model")
     toy_rows(tmp_path / "rows.jsonl")
+    calls = itertools.count(1)
+
+    def sometimes(rollout: Rollout) -> float:
+        return 1 / (next(calls) % 8)
+
     found: set[str] = set()
     algorithms = ({"preset": "grpo", "correction": "importance"}, "ppo")
     for number, algorithm in enumerate(algorithms):
         config = toy_config(
             tmp_path,
             algorithm=algorithm,
+            rewards=[REWARD, {"use": sometimes, "trial": False}],
             steps=2,
             evaluation={"data": {"path": str(tmp_path / "rows.jsonl"), "limit": 4}},
             checkpoint={"every": 1},
@@ -152,7 +160,10 @@ def test_every_metric_of_a_run_is_documented_and_every_documented_metric_is_in_a
         run = train(config)
         for line in (run.folder / "metrics.jsonl").read_text().splitlines():
             found |= set(json.loads(line))
-    patterns = {name: re.escape(name).replace("<name>", r"\w+").replace("<phase>", r"\w+") for name in documented}
+    patterns = {
+        name: re.escape(name).replace("<name>", r"\w+").replace("<phase>", r"\w+").replace("<cause>", r"\w+")
+        for name in documented
+    }
     undocumented = {name for name in found if not any(re.fullmatch(p, name) for p in patterns.values())}
     assert not undocumented, f"write a sentence on {undocumented} in METRICS of tools/docs.py"
     unseen = {name for name, pattern in patterns.items() if not any(re.fullmatch(pattern, key) for key in found)}

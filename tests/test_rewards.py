@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import trl.rewards
+import trl_functions
 from pydantic import TypeAdapter, ValidationError
 
 from groupwise.errors import RewardError
@@ -339,33 +341,118 @@ def test_whole_arrays_are_lists() -> None:
     [
         (None, "returned None"),
         (1.0, "returned the float 1.0"),
-        ({"a": 1.0}, r"returned the dict \{'a': 1.0\}"),
+        ({"a": 1.0}, "returned the dict {'a': 1.0}"),
         ("1.0", "returned the str '1.0'"),
-        ([1.0], "returned 1 values for 2 completions"),
-        ([1.0, 1.0, 1.0], "returned 3 values for 2 completions"),
-        ([[1.0], [1.0]], r"returned the list \[1.0\] at \[0\] of its list"),
-        ([1.0, "1.0"], r"returned the str '1.0' at \[1\] of its list"),
-        (np.ones((2, 1)), r"returned the list \[1.0\] at \[0\]"),
+        ([1.0, 1.0, 1.0], "returned 3 values for 1 completions"),
+        ([[1.0], [1.0]], "returned the list [1.0] at ["),
+        (np.ones((2, 1)), "returned the list [1.0] at ["),
     ],
 )
-def test_a_list_of_the_wrong_kind_breaks_the_contract(returned: Any, described: str) -> None:
+def test_a_list_of_the_wrong_kind_is_recorded(returned: Any, described: str) -> None:
     def theirs(completions: list[str]) -> Any:
         return returned
 
-    with fails(rf"rewards\.theirs: {described}.*accepted: a list of 2 numbers, one per completion"):
-        scored(theirs, [rollout("a"), rollout("b")])
+    for bad in scored(theirs, [rollout("a"), rollout("b")]):
+        assert bad.problem.startswith(f"rewards.theirs: {described}")
+        assert "(accepted: a list of " in bad.problem
+        assert bad.faults == {"theirs": "returned"}
+        assert math.isnan(bad.reward)
+
+
+def test_one_entry_of_the_wrong_kind_costs_its_own_sample() -> None:
+    def theirs(completions: list[str]) -> Any:
+        return [1.0, "1.0"]
+
+    good, bad = scored(theirs, [rollout("a"), rollout("b")])
+    assert good.reward == 1.0
+    assert bad.problem.startswith("rewards.theirs: returned the str '1.0' at [1] of its list (accepted")
 
 
 @pytest.mark.parametrize(
     ("returned", "described"),
     [(None, "None"), ({"a": 1.0}, "the dict"), ("1", "the str '1'"), ([1.0], "the list"), (1j, "the complex")],
 )
-def test_a_value_of_the_wrong_kind_breaks_the_contract(returned: Any, described: str) -> None:
+def test_a_value_of_the_wrong_kind_is_recorded(returned: Any, described: str) -> None:
     def ours(rollout: Rollout) -> Any:
         return returned
 
-    with fails(rf"rewards\.ours: returned {described}.*accepted: one number for f\(rollout\).*raising an exception"):
-        scored(ours, [rollout("a")])
+    (bad,) = scored(ours, [rollout("a")])
+    assert bad.problem.startswith(f"rewards.ours: returned {described}")
+    assert "(accepted: one number for f(rollout))" in bad.problem
+    assert (bad.valid, bad.faults) == (False, {"ours": "returned"})
+
+
+# --------------------------------------------------------------------------------------------------------- composition
+
+
+def test_a_reward_after_another_counts_and_is_called_only_where_that_one_is_more_than_half() -> None:
+    asked: list[str] = []
+
+    def answer(rollout: Rollout) -> float:
+        asked.append(rollout.text)
+        return 1.0
+
+    rewards = as_rewards([Reward(use=answer, after="tags"), {"type": "format", "name": "tags", "weight": 0.5}])
+    whole, half, none = "<think>.</think>\\boxed{4}", "\\boxed{4}", "4"
+    rollouts = score([rollout(whole), rollout(half), rollout(none)], rewards, prompt_of)
+    assert asked == [whole]
+    assert [r.rewards for r in rollouts] == [
+        {"answer": 1.0, "tags": 1.0},
+        {"answer": 0.0, "tags": 0.5},
+        {"answer": 0.0, "tags": 0.0},
+    ]
+    assert [r.reward for r in rollouts] == [1.5, 0.25, 0.0]
+
+
+def test_a_gate_that_fails_makes_no_second_problem_and_one_without_an_opinion_is_open() -> None:
+    def gate(completions: list[str]) -> list[float | None]:
+        return [None if text == "none" else float(text) for text in completions]
+
+    rewards = as_rewards([gate, Reward(use=brevity, after="gate")])
+    passed, silent, bad = score([rollout("1"), rollout("none"), rollout("x")], rewards, prompt_of)
+    assert (passed.reward, silent.reward) == (0.0, -4.0)
+    assert bad.faults == {"gate": "raised"}
+    assert "; " not in bad.problem
+
+
+def test_gates_may_follow_each_other_but_not_in_a_circle() -> None:
+    def one(rollout: Rollout) -> float:
+        return 1.0
+
+    def two(rollout: Rollout) -> float:
+        return 1.0
+
+    chain = [Reward(use=brevity, after="one"), Reward(use=one, after="two"), Reward(use=two)]
+    assert scored(chain, [rollout("abc")])[0].reward == -1.0
+    with fails(r"one\.after: two: they wait for each other; take one of the `after`s away"):
+        as_rewards([Reward(use=one, after="two"), Reward(use=two, after="one")])
+    with fails(r"brevity\.after: ones: no such reward \(did you mean one\?\); accepted: one"):
+        as_rewards([Reward(use=brevity, after="ones"), Reward(use=one)])
+
+
+def test_a_row_may_choose_its_rewards() -> None:
+    rewards = as_rewards([{"use": "exact_match", "weight": 2.0}, "format", brevity])
+    rows: list[dict[str, Any]] = [
+        {"answer": "4"},
+        {"answer": "4", "reward": "exact_match"},
+        {"answer": None, "reward": ["format", "brevity"]},
+        {"answer": "4", "reward": 1.0},  # a column that means something else
+    ]
+    check_rewards(rewards, [{"prompt": "2+2=", **row} for row in rows], prompt_of)
+    rollouts = score([rollout("4", **row) for row in rows], rewards, prompt_of)
+    assert [r.reward for r in rollouts] == [1.0, 2.0, -1.0, 1.0]
+    assert all(r.valid for r in rollouts)
+    assert [name for name, value in rollouts[1].rewards.items() if not math.isnan(value)] == ["exact_match"]
+    with fails(
+        r"rewards: rows\[1\]\.reward names 'exact_mtch', .*\(did you mean exact_match\?\); accepted: exact_match, f"
+    ):
+        check_rewards(rewards, [{"prompt": "", "answer": ""}, {"prompt": "", "reward": "exact_mtch"}], prompt_of)
+
+
+def test_a_setting_of_a_reward_may_stand_beside_those_of_its_function() -> None:
+    (reward,) = as_rewards({"type": "format", "strict": True, "after": "", "timeout_seconds": 3.0, "retries": 2})
+    assert (reward.limit, reward.retries, reward.use) == (3.0, 2, Format(strict=True))
+    assert as_rewards("math_answer")[0].limit == 10.0
 
 
 # ----------------------------------------------------------------------------------------------- TRL's reward functions
@@ -447,6 +534,41 @@ def test_one_bad_sample_does_not_cost_the_others_theirs() -> None:
     )
 
 
+def test_the_functions_of_trls_documentation_run_unchanged() -> None:
+    first = rollout(r"\boxed{4}", ground_truth="4", task="math")
+    second = rollout("def f(): 3", tokens=5, ground_truth="def f(): 3", task="coding")
+
+    def values(*functions: Any) -> list[dict[str, float]]:
+        check_rewards(as_rewards(list(functions)), [first.example, second.example], prompt_of)
+        said = score([first, second], as_rewards(list(functions)), prompt_of)
+        assert all(r.valid for r in said)
+        return [{name: value for name, value in r.rewards.items() if not math.isnan(value)} for r in said]
+
+    assert values(trl_functions.longer_in_tokens) == [{"longer_in_tokens": 3.0}, {"longer_in_tokens": 5.0}]
+    assert values(trl_functions.longer_in_characters)[1] == {"longer_in_characters": 10.0}
+    assert [*values(trl_functions.equals_the_reference)] == [{"equals_the_reference": v} for v in (1.0, 0.0)]
+    assert values(trl_functions.of_mathematics, trl_functions.of_code) == [{"of_mathematics": 1.0}, {"of_code": 1.0}]
+    assert values(trl_functions.asks_a_server) == [{"asks_a_server": 1.0}] * 2
+    assert values(trl_functions.logs_more) == [{"logs_more": 0.0}, {"logs_more": 1.0}]
+
+    def asked(row: Any) -> Any:
+        return [{"role": "user", "content": row["prompt"]}]
+
+    formatted = [rollout("<think>.</think><answer>4</answer>"), rollout("4")]
+    assert [r.reward for r in score(formatted, as_rewards(trl_functions.has_the_format), asked)] == [1.0, 0.0]
+
+
+def test_trls_own_reward_functions_run_unchanged() -> None:
+    rewards = as_rewards([trl.rewards.think_format_reward, trl.rewards.get_soft_overlong_punishment(5, 4)])
+
+    def asked(row: Any) -> Any:
+        return [{"role": "user", "content": row["prompt"]}]
+
+    rollouts = score([rollout("<think>.</think>4", tokens=3), rollout("4", tokens=6)], rewards, asked)
+    assert [r.valid for r in rollouts] == [True, True]
+    assert [list(r.rewards.values()) for r in rollouts] == [[1.0, -0.5], [0.0, -1.0]]
+
+
 # ------------------------------------------------------------------------------------------------ before any sampling
 
 
@@ -509,7 +631,7 @@ def test_a_signature_of_neither_kind_is_refused() -> None:
     [
         (math.nan, "returned nan when tried on rows"),
         (math.inf, "returned inf when tried on rows"),
-        (None, "returned None; accepted"),
+        (None, r"returned None \(accepted"),
         ({"a": 1}, "returned the dict"),
         ([1.0, 2.0], "returned the list"),
     ],
@@ -526,7 +648,7 @@ def test_the_trial_finds_a_wrong_length() -> None:
     def theirs(completions: list[str], **kwargs: Any) -> list[float]:
         return [1.0] * 8
 
-    with fails(r"rewards\.theirs: returned 8 values for 1 completions; accepted: a list of 1 numbers"):
+    with fails(r"rewards\.theirs: returned 8 values for 1 completions \(accepted: a list of 1 numbers"):
         check(theirs)
 
 

@@ -15,11 +15,11 @@ import safetensors.torch
 import torch
 from models import ARCHITECTURES, tiny_tokenizer
 from rich.console import Console
+from toy_reward import starts_low
 from toys import (
     final_bytes,
     metrics,
     sampled,
-    starts_low,
     terminal,
     toy_config,
     toy_folder,
@@ -52,6 +52,7 @@ RECORD = {
     "completion_length",
     "truncated",
     "invalid",
+    "invalid/starts_low",
     "entropy",
     "age",
     "completion_tokens",
@@ -78,6 +79,7 @@ COLUMNS = [
     "advantage",
     "valid",
     "problem",
+    "fault/starts_low",
     "finish_reason",
     "policy_version",
     "tokens",
@@ -551,7 +553,7 @@ def test_a_reward_that_breaks_its_contract_stops_the_run(toys: Path, tmp_path: P
     def reward(rollout: Rollout) -> Any:
         return starts_low(rollout) if rollout.text == "" else {"score": 1}
 
-    with pytest.raises(RewardError, match=r"rewards\.reward: returned the dict {'score': 1}; accepted: one number"):
+    with pytest.raises(RewardError, match=r"rewards\.reward: returned the dict {'score': 1} \(accepted: one number"):
         quietly(toy_config(toys, output=str(tmp_path / "run")), task_of(toys, reward))
 
 

@@ -9,21 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+import toy_reward
 from models import tiny_model, tiny_tokenizer
 from rich.console import Console
 from tokenizers import pre_tokenizers
 
 from groupwise.config import Config
-from groupwise.records import Rollout
 
-LOW = 20
-REWARD = f"{__file__}:starts_low"
+REWARD = f"{toy_reward.__file__}:starts_low"
 TIMINGS = ("seconds", "tokens_per_second")
-
-
-def starts_low(rollout: Rollout) -> float:
-    """1 when the first word is one of w2 to w19: about one time in five before training."""
-    return float(rollout.text.split()[:1] in [[f"w{index}"] for index in range(2, LOW)])
 
 
 def toy_folder(path: Path, architecture: str = "qwen3", **changes: Any) -> Path:

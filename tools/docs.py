@@ -309,6 +309,9 @@ METRICS = {
         "completion_tokens": "Sampled tokens of the step.",
         "truncated": "Share of completions that hit the length limit.",
         "invalid": "Share of completions without a trustworthy reward; they are left out of statistics and loss.",
+        "invalid/<name>": "Share of completions on which one reward function has no verdict, because it failed.",
+        "invalid/<name>/<cause>": "Its parts, where there are any: the function `raised`, had no answer in time "
+        "(`timeout`), took its worker down (`crashed`), or `returned` what is no finite number.",
         "entropy": "Mean entropy, in nats, of the distributions that the tokens were drawn from.",
     },
     "The update": {
@@ -338,7 +341,8 @@ A run appends one JSON object a line to `metrics.jsonl` in its folder: one for e
 which has only `step` and the `eval/` keys. What a step's updates report is averaged over the updates, and what tokens
 report over the loss tokens. A number that does not exist (a mean of nothing) is `null`.
 
-Every completion is in `rollouts/step-NNNNN.parquet`, with its prompt, text, rewards, advantage, tokens and log-probs.
+Every completion is in `rollouts/step-NNNNN.parquet`, with its prompt, text, rewards (`fault/<name>` is the cause where
+one has no verdict), advantage, tokens and log-probs.
 """
 
 

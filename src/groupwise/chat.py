@@ -10,14 +10,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from groupwise.errors import ModelError
 from groupwise.records import Ints, Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]

@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 
 from groupwise.chat import Chat
 from groupwise.engines import Sampler, Sampling
+from groupwise.errors import RewardError
 from groupwise.records import Rollout
+from groupwise.rewards import PASSED, grades
 from groupwise.rollout import play
 from groupwise.tasks import Task
-
-RIGHT = 0.5
-"""A completion counts as right for pass@k when its headline reward is greater than this."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,8 @@ class Scores:
     """The outcome of one evaluation."""
 
     headline: float
-    """Mean of the first reward function, over prompts and samples; a completion without a verdict counts 0."""
+    """Mean of the first reward function, over the prompts that it grades and their samples; a completion without a
+    verdict counts 0."""
     interval: tuple[float, float]
     """95 % confidence interval of `headline`."""
     means: Mapping[str, float]
@@ -32,6 +32,7 @@ class Scores:
     pass_at: Mapping[int, float]
     """Probability that at least one of k samples is right, for k = 1, 2, 4, ... up to the samples drawn."""
     prompts: int
+    """Those that the first reward function grades."""
     completion_length: float
     """Mean, in tokens."""
     truncated: float
@@ -45,20 +46,29 @@ def evaluate(
     """Answer every prompt of the task `samples` times and score the answers.
 
     The random stream is one of its own: evaluations neither repeat nor disturb the draws of training.
+
+    Raises:
+        RewardError: the first reward grades none of the prompts, or see `play`.
     """
+    first = task.rewards[0].title
+    graded = [index for index, row in enumerate(task.rows) if grades(task.rewards[0], row)]
+    if not graded:
+        raise RewardError(
+            f"rewards.{first}: the first reward is the headline of an evaluation, and no row chooses it; put one first "
+            "that grades these prompts"
+        )
     rows = range(len(task.rows))
     rollouts = play(
         task, sampler, chat, rows, group_size=samples, sampling=sampling, seed=seed, step=0, stream="evaluation"
     )
-    first = task.rewards[0].title
     values = np.array([rollout.rewards[first] for rollout in rollouts])
-    per_prompt = np.nan_to_num(values).reshape(len(rows), samples)
+    per_prompt = np.nan_to_num(values).reshape(len(rows), samples)[graded]
     return Scores(
         headline=float(per_prompt.mean()),
         interval=confidence_interval(per_prompt),
         means={reward.title: _mean(rollouts, reward.title) for reward in task.rewards},
-        pass_at=pass_at_k((per_prompt > RIGHT).sum(1), samples),
-        prompts=len(rows),
+        pass_at=pass_at_k((per_prompt > PASSED).sum(1), samples),
+        prompts=len(graded),
         completion_length=float(np.mean([rollout.num_completion_tokens for rollout in rollouts])),
         truncated=float(np.mean([rollout.truncated for rollout in rollouts])),
         rollouts=rollouts,

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from groupwise.evaluate import Scores
 from groupwise.records import Rollout
 
 Metrics = dict[str, float]
+Faults = Counter[tuple[str, str]]
+"""How often each (reward function, cause) was met."""
 MISMATCH_LIMIT = 0.01
 """Mean |log-prob| difference between sampler and learner above which the run says so (nats)."""
 
@@ -46,10 +49,36 @@ def describe(rollouts: Sequence[Rollout], step: int) -> Metrics:
         "completion_length": _mean(lengths),
         "truncated": _mean([rollout.truncated for rollout in rollouts]),
         "invalid": _mean([not rollout.valid for rollout in rollouts]),
+        **{f"invalid/{name}": 0.0 for name in names},
+        **_invalid(_faults(rollouts), len(rollouts)),
         "entropy": _mean(np.concatenate(sampled)) if sampled else math.nan,
         "age": float(step - min(rollout.policy_version for rollout in rollouts)),
         "completion_tokens": float(sum(lengths)),
     }
+
+
+def _faults(rollouts: Sequence[Rollout]) -> Faults:
+    return Counter(fault for rollout in rollouts for fault in rollout.faults.items())
+
+
+def _invalid(faults: Faults, completions: int) -> Metrics:
+    """The share of completions on which a reward function has no verdict, in all and for each cause."""
+    rates: Metrics = {}
+    for (name, cause), count in sorted(faults.items()):
+        rates[f"invalid/{name}"] = rates.get(f"invalid/{name}", 0.0) + count / completions
+        rates[f"invalid/{name}/{cause}"] = count / completions
+    return rates
+
+
+def _in_words(faults: Faults, completions: int) -> str:
+    """`math_answer 17.0% (raised 10.0%, timeout 7.0%)` for each reward function that had faults."""
+    rates = _invalid(faults, completions)
+    words: list[str] = []
+    for name in dict.fromkeys(name for name, _ in sorted(faults)):
+        whole = f"invalid/{name}"
+        causes = [f"{cause} {rates[f'{whole}/{cause}']:.1%}" for by, cause in sorted(faults) if by == name]
+        words.append(f"{name} {rates[whole]:.1%} ({', '.join(causes)})")
+    return ", ".join(words)
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> float:
@@ -76,6 +105,7 @@ class RunLog:
         self._laps: dict[str, float] = {}
         self._lap_began = time.perf_counter()
         self._warned: set[str] = set()
+        self._faults, self._completions = Faults(), 0
         self._progress: Progress | None = None
         self._first: tuple[float, int] | None = None  # (when, which) the first step shown was done
         (folder / "rollouts").mkdir(parents=True, exist_ok=True)
@@ -146,7 +176,9 @@ class RunLog:
         self._laps = {}
         self._write_rollouts(step + 1, rollouts)
         self._append({"step": step + 1, **metrics})
-        self._show(step + 1, metrics)
+        self._show(step + 1, metrics, _in_words(_faults(rollouts), len(rollouts)))
+        self._faults.update(_faults(rollouts))
+        self._completions += len(rollouts)
         if not updates:
             self.warn(
                 f"step {step + 1} left nothing to learn from, so nothing was updated: all rewards were equal in "
@@ -178,17 +210,21 @@ class RunLog:
         self._lap_began = time.perf_counter()
 
     def close(self) -> None:
-        """Take the progress bar off the terminal."""
+        """Take the progress bar off the terminal, and say how often rewards failed."""
         if self._progress is not None:
             self._progress.stop()
+        if self._faults:
+            rates = _in_words(self._faults, self._completions)
+            self.say(f"without a verdict, of {self._completions} completions: {rates}; they were left out")
 
-    def _show(self, done: int, m: Metrics) -> None:
+    def _show(self, done: int, m: Metrics, faults: str) -> None:
         width = len(str(self.steps))
         line = (
             f"step {done:>{width}}/{self.steps}  reward {m['reward']:6.3f}  "
             f"{self.headline} {m.get('reward/' + self.headline, math.nan):6.1%}  "
             f"length {m['completion_length']:6.1f}  zero-std {m['frac_reward_zero_std']:4.0%}  "
             f"{m['tokens_per_second']:7.0f} tok/s  left {self._time_left(done)}"
+            f"{'  invalid: ' + faults if faults else ''}"
         )
         if not self.console.is_terminal:
             self.say(line)
@@ -228,6 +264,7 @@ class RunLog:
                 "advantage": [_first_advantage(r) for r in rollouts],
                 "valid": [r.valid for r in rollouts],
                 "problem": [r.problem for r in rollouts],
+                **{f"fault/{name}": pa.array([r.faults.get(name) for r in rollouts], pa.string()) for name in names},
                 "finish_reason": [str(r.finish_reason) for r in rollouts],
                 "policy_version": [r.policy_version for r in rollouts],
                 "tokens": [r.tokens for r in rollouts],

@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+if TYPE_CHECKING:  # a worker that grades rollouts starts in a tenth of the time without torch
+    import torch
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
 Ints = NDArray[np.int32]
@@ -56,6 +58,8 @@ class Rollout:
     """False when no trustworthy reward exists: excluded from the statistics and from the loss."""
     problem: str = ""
     """Why the rollout is not valid."""
+    faults: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What went wrong in each reward function that has no verdict: raised, timeout, crashed, or returned."""
     step_rewards: tuple[tuple[int, float], ...] = ()
     """Process supervision: (index of the last token of a step, its reward), in order."""
 
@@ -132,11 +136,14 @@ class Batch:
         return Batch(**{name: None if tensor is None else change(tensor) for name, tensor in fields.items()})  # pyright: ignore[reportArgumentType]
 
 
-def collate(rollouts: Sequence[Rollout], dtype: torch.dtype = torch.float32) -> Batch:
-    """Right-pad rollouts into a batch with zero `weights` and full `selection`.
+def collate(rollouts: Sequence[Rollout], dtype: torch.dtype | None = None) -> Batch:
+    """Right-pad rollouts into a batch with zero `weights` and full `selection`; float32 unless `dtype` says otherwise.
 
     A per-token field is present in the batch when every rollout has it.
     """
+    import torch
+
+    dtype = dtype or torch.float32
     lengths = [len(rollout.tokens) for rollout in rollouts]
     shape = (len(rollouts), max(lengths, default=0))
 

@@ -169,6 +169,11 @@ def _load_file(path: Path) -> Any:
     return _LOADED[file]
 
 
+def loaded_files() -> dict[str, str]:
+    """The files that code was loaded from, by the name that each has as a module."""
+    return {module.__name__: str(file) for file, module in _LOADED.items()}
+
+
 def code_path(function: Callable[..., Any]) -> str:
     """`module:name` or `file.py:name`, from which `load_code` finds the function again."""
     module, name = function.__module__, getattr(function, "__qualname__", type(function).__qualname__)

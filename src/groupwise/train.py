@@ -26,6 +26,7 @@ from groupwise.evaluate import Scores, evaluate
 from groupwise.log import RunLog, new_folder
 from groupwise.model import save_model
 from groupwise.records import Batch, Rollout, collate
+from groupwise.rewards import workers_end
 from groupwise.rollout import play
 from groupwise.seeding import generator
 from groupwise.slots import replace
@@ -187,6 +188,7 @@ class Run:
     after: Scores | None
 
 
+@workers_end()
 def train(
     config: Config,
     task: Task | None = None,

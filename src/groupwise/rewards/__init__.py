@@ -10,9 +10,11 @@ from groupwise.rewards.json_schema import JsonSchema
 from groupwise.rewards.math import MathAnswer
 from groupwise.rewards.prose import Repetition, Script
 from groupwise.rewards.reward import Reward, RewardLike, Rewards, as_rewards
-from groupwise.rewards.scoring import check_rewards, score
+from groupwise.rewards.scoring import PASSED, check_rewards, grades, score
+from groupwise.rewards.workers import workers_end
 
 __all__ = [
+    "PASSED",
     "Code",
     "ExactMatch",
     "Format",
@@ -28,5 +30,7 @@ __all__ = [
     "Script",
     "as_rewards",
     "check_rewards",
+    "grades",
     "score",
+    "workers_end",
 ]

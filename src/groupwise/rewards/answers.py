@@ -6,7 +6,7 @@ The final answer is looked for after the thinking: the content of the last `\box
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import model_validator
 
@@ -53,6 +53,7 @@ class ExactMatch(Slot):
     The answer is the last `\boxed{...}` after the thinking, or else everything after the thinking, stripped.
     """
 
+    in_process: ClassVar[bool] = True
     type: Literal["exact_match"] = "exact_match"
     column: str = "answer"
     """The column with the reference answer."""
@@ -78,6 +79,7 @@ class MultipleChoice(Slot):
     `Answer: B`, `option B`; or else a last line such as `B`, `(B)` or `B. Paris`.
     """
 
+    in_process: ClassVar[bool] = True
     type: Literal["multiple_choice"] = "multiple_choice"
     column: str = "answer"
     """The column with the letter, bare or as `(B)`."""

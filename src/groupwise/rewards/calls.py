@@ -1,8 +1,8 @@
-"""Calling reward functions: the two signatures, what they may return, and the boundary where failures are recorded.
+"""Calling a reward function: the two signatures, and reading what comes back.
 
 Ours is `f(rollout) -> float`.  TRL's is `f(prompts, completions, **columns) -> list[float | None]`, one entry per
-completion.  Either may be `async`.  A failure on a sample is data about that sample (its verdict has a problem); a
-function that does not keep its contract is the user's error and stops the run.
+completion.  Either may be `async`.  Whatever goes wrong in a call is data about its samples: a verdict with a cause.
+This runs in the trainer's process and in workers (`workers.py`) alike, so it imports no torch.
 """
 
 from __future__ import annotations
@@ -11,24 +11,23 @@ import asyncio
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
-from torch import Tensor
+from typing import Any, Literal
 
 from groupwise.chat import Prompt
 from groupwise.errors import GroupwiseError, RewardError, did_you_mean
 from groupwise.records import Rollout
 
-T = TypeVar("T")
 RewardFunction = Callable[..., Any]
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+Cause = Literal["", "raised", "timeout", "crashed", "returned"]
 TRL_NAMES = ("prompts", "completions", "completion_ids")
 SIGNATURES = "f(rollout) -> float, or f(prompts, completions, **columns) -> list[float]"
+LONGEST_PROBLEM = 500
+"""Characters of a problem that are kept: an exception may quote all of its input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +38,74 @@ class Verdict:
     """nan when there is no value: the function failed, or has no opinion on this sample."""
     problem: str = ""
     """Why there is no trustworthy value; empty when it is fine, or withheld on purpose."""
+    cause: Cause = ""
+    """The kind of problem: it raised, took too long, took its process down, or returned what is no number."""
 
 
-def verdicts(
-    name: str, function: RewardFunction, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
-) -> list[Verdict]:
-    """What the reward `name` says about each rollout; `prompts` are aligned with `rollouts`.
+def failed(cause: Cause, problem: str) -> Verdict:
+    """The verdict on a sample that could not be judged."""
+    short = problem if len(problem) <= LONGEST_PROBLEM else problem[:LONGEST_PROBLEM] + "..."
+    return Verdict(math.nan, short, cause)
+
+
+def too_late(seconds: float) -> Verdict:
+    """The verdict on a call that took longer than it may."""
+    return failed("timeout", f"gave no answer within {seconds:g} s")
+
+
+def run_apart(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine, in a thread of its own, because a notebook already runs a loop in this one."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
+
+
+def call(
+    name: str,
+    function: RewardFunction,
+    rollouts: Sequence[Rollout],
+    prompts: Sequence[Prompt],
+    *,
+    seconds: float,
+    run: Run = run_apart,
+) -> list[Verdict] | Verdict:
+    """What the reward `name` says about each rollout, or one verdict on the call when all of it failed.
+
+    Args:
+        name: the reward's title.
+        function: of either signature.
+        rollouts: what to judge.
+        prompts: aligned with `rollouts`.
+        seconds: the time limit of each completion, where an `async` function of our signature judges several at once.
+        run: what waits for a coroutine.
 
     Raises:
-        RewardError: the signature, or what the function returned, breaks the contract.
+        GroupwiseError: the signature is neither, or the function stops the run on purpose.
     """
-    if takes_columns(name, function):
-        return _ask_for_all(name, function, rollouts, prompts)
-    return [_attempt(partial(_ask, name, function, rollout)) for rollout in rollouts]
+    columns = takes_columns(name, function)
+    try:
+        if columns:
+            return _listed(_finished(function(**_arguments(function, rollouts, prompts)), run), len(rollouts))
+        if is_async(function):
+            return run(_ask_each(function, rollouts, seconds))
+        return [_read(_finished(function(rollout), run)) for rollout in rollouts]
+    except GroupwiseError:
+        raise
+    except (Exception, SystemExit) as error:
+        return _raised(error)
+
+
+def is_together(name: str, function: RewardFunction) -> bool:
+    """Whether one call judges all rollouts: TRL's signature does, and `async` functions wait for each other's.
+
+    Raises:
+        RewardError: the signature is neither.
+    """
+    return takes_columns(name, function) or is_async(function)
+
+
+def is_async(function: RewardFunction) -> bool:
+    """Whether the function, or the object's `__call__`, is `async`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def takes_columns(name: str, function: RewardFunction) -> bool:
@@ -75,16 +129,17 @@ def takes_columns(name: str, function: RewardFunction) -> bool:
     return False
 
 
-def check_columns(name: str, function: RewardFunction, rows: Sequence[Mapping[str, Any]]) -> None:
+def check_columns(name: str, function: RewardFunction, rows: Mapping[int, Mapping[str, Any]]) -> None:
     """Make sure that the data has every column which the function cannot do without.
 
-    A built-in lists them in `columns` and needs a value in each row; TRL's signature names them as parameters.
+    A built-in lists them in `columns` and needs a value in each row; TRL's signature names them as parameters.  `rows`
+    are those that the reward grades, by their place in the data.
 
     Raises:
         RewardError: a column is missing, or is null in a row.
     """
     needed: tuple[str, ...] = getattr(function, "columns", ())
-    known = dict.fromkeys(column for row in rows for column in row)
+    known = dict.fromkeys(column for row in rows.values() for column in row)
     for column in (*needed, *_named_columns(name, function)):
         if column not in known:
             raise RewardError(
@@ -92,7 +147,7 @@ def check_columns(name: str, function: RewardFunction, rows: Sequence[Mapping[st
                 f"columns: {', '.join(known)}; rename the column, or name another in the reward"
             )
     for column in needed:
-        empty = next((index for index, row in enumerate(rows) if row.get(column) is None), None)
+        empty = next((index for index, row in rows.items() if row.get(column) is None), None)
         if empty is not None:
             raise RewardError(
                 f"rewards.{name}: needs a value in the column {column!r}, but rows[{empty}].{column} is null; "
@@ -109,31 +164,18 @@ def _named_columns(name: str, function: RewardFunction) -> list[str]:
     return [parameter for parameter in required if parameter not in TRL_NAMES]
 
 
-def _ask(name: str, function: RewardFunction, rollout: Rollout) -> Verdict:
-    returned = _finished(function(rollout))
-    value = _plain(returned)
-    if not isinstance(value, int | float):
-        raise RewardError(
-            f"rewards.{name}: returned {_described(returned)}; accepted: one number for f(rollout). "
-            "A sample that cannot be scored is told by raising an exception"
-        )
-    return _judged(float(value))
+async def _ask_each(function: RewardFunction, rollouts: Sequence[Rollout], seconds: float) -> list[Verdict]:
+    async def ask(rollout: Rollout) -> Verdict:
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                return _read(await function(rollout))
+        except GroupwiseError:
+            raise
+        except (Exception, SystemExit) as error:
+            return too_late(seconds) if limit.expired() else _raised(error)
 
-
-def _ask_for_all(
-    name: str, function: RewardFunction, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
-) -> list[Verdict]:
-    def ask() -> list[Verdict]:
-        return _listed(name, _finished(function(**_arguments(function, rollouts, prompts))), len(rollouts))
-
-    answer = _attempt(ask)
-    if isinstance(answer, list):
-        return answer
-    if len(rollouts) == 1:
-        return [answer]
-    # One bad sample must not cost the others theirs: TRL promises a function nothing about who shares its call.
-    alone = [_ask_for_all(name, function, [r], [p]) for r, p in zip(rollouts, prompts, strict=True)]
-    return [verdict for verdicts in alone for verdict in verdicts]
+    return list(await asyncio.gather(*map(ask, rollouts)))
 
 
 def _arguments(function: RewardFunction, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -151,55 +193,64 @@ def _arguments(function: RewardFunction, rollouts: Sequence[Rollout], prompts: S
     return {parameter: offered[parameter] for parameter in parameters if parameter in offered}
 
 
-def _attempt(call: Callable[[], T]) -> T | Verdict:
-    """The reward boundary: the one place where any exception is caught, and kept as a problem of the sample."""
-    try:
-        return call()
-    except GroupwiseError:
-        raise
-    except Exception as error:
-        return Verdict(math.nan, f"raised {type(error).__name__}: {error}{_place(error)}")
+def _raised(error: BaseException) -> Verdict:
+    return failed("raised", f"raised {type(error).__name__}: {error}{_place(error)}")
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """The line of the reward function that the error came through, rather than one of a library it called."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = max(index for index, frame in enumerate(frames) if frame.filename == __file__)
     return "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in frames[ours + 1 : ours + 2])
 
 
-def _finished(answer: Any) -> Any:
-    """The answer itself, awaited if need be; in a thread of its own, because a notebook already runs a loop."""
+def _finished(answer: Any, run: Run) -> Any:
+    """The answer itself, awaited if need be."""
     if not inspect.isawaitable(answer):
         return answer
 
     async def wait() -> Any:
         return await answer
 
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(lambda: asyncio.run(wait())).result()
+    return run(wait())
 
 
 def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray | np.generic | Tensor) else value
+    """Numbers and lists instead of the arrays and tensors of any library."""
+    return value.tolist() if callable(getattr(value, "tolist", None)) else value
 
 
-def _listed(name: str, returned: Any, expected: int) -> list[Verdict]:
-    accepted = f"accepted: a list of {expected} numbers, one per completion (None: no opinion on that one)"
+def _read(returned: Any) -> Verdict:
+    value = _plain(returned)
+    if not isinstance(value, int | float):
+        return failed("returned", f"returned {_described(returned)} (accepted: one number for f(rollout))")
+    return _judged(value)
+
+
+def _listed(returned: Any, expected: int) -> list[Verdict] | Verdict:
+    accepted = f"(accepted: a list of {expected} numbers, one per completion; None: no opinion on that one)"
     values = _plain(returned)
     if not isinstance(values, list | tuple):
-        raise RewardError(f"rewards.{name}: returned {_described(returned)}; {accepted}")
+        return failed("returned", f"returned {_described(returned)} {accepted}")
     if len(values) != expected:
-        raise RewardError(f"rewards.{name}: returned {len(values)} values for {expected} completions; {accepted}")
-    plain = [_plain(value) for value in values]
-    for index, value in enumerate(plain):
-        if not (value is None or isinstance(value, int | float)):
-            raise RewardError(f"rewards.{name}: returned {_described(value)} at [{index}] of its list; {accepted}")
-    return [Verdict(math.nan) if value is None else _judged(float(value)) for value in plain]
+        return failed("returned", f"returned {len(values)} values for {expected} completions {accepted}")
+    return [_entry(_plain(value), index, accepted) for index, value in enumerate(values)]
+
+
+def _entry(value: Any, index: int, accepted: str) -> Verdict:
+    if value is None:
+        return Verdict(math.nan)
+    if not isinstance(value, int | float):
+        return failed("returned", f"returned {_described(value)} at [{index}] of its list {accepted}")
+    return _judged(value)
 
 
 def _judged(value: float) -> Verdict:
-    return Verdict(value) if math.isfinite(value) else Verdict(math.nan, f"returned {value}")
+    try:
+        number = float(value)
+    except OverflowError:  # an int may be larger than any float
+        number = math.inf
+    return Verdict(number) if math.isfinite(number) else failed("returned", f"returned {number}")
 
 
 def _described(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import textwrap
-from typing import Literal
+from typing import ClassVar, Literal
 
 from groupwise.records import Rollout
 from groupwise.rewards.answers import final_part
@@ -31,6 +31,7 @@ class Code(Slot):
         SandboxError: the sandbox has failed; so, too.
     """
 
+    call_seconds: ClassVar[float] = 600.0  # each run has its own limit; this one is for many cases
     type: Literal["code"] = "code"
     column: str = "tests"
     """The column with the tests."""

@@ -3,7 +3,7 @@ r"""A reward for the form of a completion, whatever it says."""
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import ClassVar, Literal
 
 from groupwise.records import Rollout
 from groupwise.rewards.answers import boxed, final_part
@@ -19,6 +19,7 @@ class Format(Slot):
     stands anywhere when there is none), is not empty, and is the only one there.
     """
 
+    in_process: ClassVar[bool] = True
     type: Literal["format"] = "format"
     strict: bool = False
     """1 for both, else 0."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Literal
+from typing import ClassVar, Literal
 
 from groupwise.records import Rollout
 from groupwise.rewards.answers import boxed, choice, final_part
@@ -31,6 +31,7 @@ class MathAnswer(Slot):
         ValueError: the answer could take for ever to evaluate, such as `9^{9^9}`; the rollout is then not valid.
     """
 
+    preload: ClassVar[tuple[str, ...]] = ("math_verify",)
     type: Literal["math_answer"] = "math_answer"
     column: str = "answer"
     """The column with the reference answer: a number, or text with or without `$...$` or a box."""

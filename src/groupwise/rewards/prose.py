@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -40,6 +40,7 @@ class Repetition(Slot):
     repeat nothing: 0.
     """
 
+    in_process: ClassVar[bool] = True
     type: Literal["repetition"] = "repetition"
     ngram: int = Field(default=3, ge=1)
     """Words in a row that count as one piece."""
@@ -58,6 +59,7 @@ class Script(Slot):
     Formulas, code, tags, LaTeX commands and single Latin or Greek letters are no words.
     """
 
+    in_process: ClassVar[bool] = True
     type: Literal["script"] = "script"
     script: Literal[
         "latin", "cyrillic", "greek", "han", "japanese", "hangul", "arabic", "hebrew", "devanagari", "thai"

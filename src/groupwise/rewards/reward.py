@@ -3,7 +3,7 @@
 One of these, shortest first:
     rewards: math_answer
     rewards: [math_answer, {type: format, strict: true, weight: 0.5}, mine.py:brevity]
-    rewards: [{use: math_answer, weight: 2.0}, {use: {type: format, strict: true}, name: tags}]
+    rewards: [{use: math_answer, weight: 2.0, after: tags}, {use: {type: format, strict: true}, name: tags}]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
-from groupwise.errors import RewardError
+from groupwise.errors import RewardError, did_you_mean
 from groupwise.rewards.answers import ExactMatch, MultipleChoice, RegexMatch
 from groupwise.rewards.calls import RewardFunction
 from groupwise.rewards.code import Code
@@ -24,6 +24,8 @@ from groupwise.rewards.prose import Repetition, Script
 from groupwise.slots import OneOf, Slot
 
 BuiltIn = OneOf(MathAnswer, ExactMatch, RegexMatch, MultipleChoice, JsonSchema, Code, Format, Repetition, Script)
+CALL_SECONDS = 10.0
+"""How long a call may take where nothing says otherwise."""
 
 
 class Reward(Slot):
@@ -38,6 +40,14 @@ class Reward(Slot):
     """What it is called in metrics and rollouts; empty: the name of the function."""
     trial: bool = True
     """Call it once on a made-up completion before anything is sampled, to find its mistakes early."""
+    after: str = ""
+    """The name of another reward, the gate: where that one is 0.5 or less, this one is 0 and is not called."""
+    timeout_seconds: float | None = Field(default=None, gt=0)
+    """How long a call may take (with TRL's signature, for all its completions); null: 10, or what a built-in needs."""
+    retries: int = Field(default=0, ge=0)
+    """How many more times a call is made that raised, took too long, or took its worker down."""
+    memory_mb: int = Field(default=2048, ge=16)
+    """What a call may add to the memory of its worker."""
 
     @model_validator(mode="before")
     @classmethod
@@ -46,9 +56,17 @@ class Reward(Slot):
             return {"use": value}
         if isinstance(value, Mapping) and "type" in value and "use" not in value:
             settings = dict(cast(Mapping[str, Any], value))
-            ours = {name: settings.pop(name) for name in ("weight", "name", "trial") if name in settings}
+            family = next(note for note in cls.model_fields["use"].metadata if isinstance(note, OneOf))
+            chosen = family.members.get(str(settings["type"]))
+            theirs = chosen.model_fields if chosen else {}
+            ours = {name: settings.pop(name) for name in cls.model_fields if name in settings and name not in theirs}
             return {"use": settings, **ours}
         return value
+
+    @property
+    def limit(self) -> float:
+        """The time limit of a call, in seconds."""
+        return self.timeout_seconds or float(getattr(self.use, "call_seconds", CALL_SECONDS))
 
     @property
     def title(self) -> str:
@@ -74,7 +92,22 @@ def _distinct(rewards: tuple[Reward, ...]) -> tuple[Reward, ...]:
     twice = next((title for title in titles if titles.count(title) > 1), None)
     if twice is not None:
         raise ValueError(f"two rewards are called {twice}; give one of them another `name`")
+    for reward in rewards:
+        _check_gate(reward, {reward.title: reward for reward in rewards})
     return rewards
+
+
+def _check_gate(reward: Reward, named: Mapping[str, Reward]) -> None:
+    before = reward
+    for _ in named:
+        if not before.after:
+            return
+        if before.after not in named:
+            accepted = ", ".join(name for name in named if name != before.title)
+            hint = did_you_mean(before.after, named)
+            raise ValueError(f"{before.title}.after: {before.after}: no such reward{hint}; accepted: {accepted}")
+        before = named[before.after]
+    raise ValueError(f"{reward.title}.after: {reward.after}: they wait for each other; take one of the `after`s away")
 
 
 Rewards = Annotated[tuple[Reward, ...], BeforeValidator(_several), AfterValidator(_distinct)]

@@ -5,37 +5,89 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from groupwise.chat import Prompt
-from groupwise.errors import RewardError
+from groupwise.errors import RewardError, did_you_mean
 from groupwise.records import Rollout
-from groupwise.rewards.calls import Verdict, check_columns, verdicts
+from groupwise.rewards.calls import Verdict, check_columns
+from groupwise.rewards.questions import Question
 from groupwise.rewards.reward import Reward
+from groupwise.rewards.workers import ask, load
 
 PromptOf = Callable[[Mapping[str, Any]], Prompt]
 """From a dataset row to the prompt that was made of it."""
 
 
+PASSED = 0.5
+"""A reward opens the gate for those `after` it, and makes a completion count as right, when it is greater than this."""
+CHOICE = "reward"
+"""The column by which a row chooses its rewards."""
+
+
 def score(rollouts: Sequence[Rollout], rewards: Sequence[Reward], prompt_of: PromptOf) -> list[Rollout]:
     """The rollouts with `rewards`, `reward_weights` and `reward` (the weighted sum, in float64).
 
-    A reward that raises, or returns nan or inf, makes its rollout not valid: `problem` says why, and both its value
-    and `reward` are nan, never 0.  None in TRL's list is no opinion: it is nan in `rewards` and left out of the sum;
-    a rollout on which every reward has none is not valid.
+    A reward that raises, takes too long, takes its worker down or returns what is no finite number makes its rollout
+    not valid: `problem` says why, `faults` which kind it was, and both its value and `reward` are nan, never 0.  None
+    in TRL's list is no opinion, and so is a row that chooses other rewards: it is nan in `rewards` and left out of the
+    sum; a rollout on which every reward has none is not valid.
 
     Raises:
-        RewardError: a reward broke its contract (a wrong length, a dict, a string, ...).
+        RewardError: a reward cannot be loaded in a worker, or stopped the run on purpose.
     """
     prompts = [prompt_of(rollout.example) for rollout in rollouts]
-    said = {reward.title: verdicts(reward.title, reward.use, rollouts, prompts) for reward in rewards}
+    said: dict[str, list[Verdict]] = {}
+    waiting = list(rewards)
+    while waiting:
+        ready = [reward for reward in waiting if not reward.after or reward.after in said]
+        unasked = [[_unasked(reward, rollout, i, said) for i, rollout in enumerate(rollouts)] for reward in ready]
+        answers = ask([_question(*asked, rollouts, prompts) for asked in zip(ready, unasked, strict=True)])
+        for reward, known, answer in zip(ready, unasked, answers, strict=True):
+            given = iter(answer)
+            said[reward.title] = [next(given) if verdict is None else verdict for verdict in known]
+        waiting = [reward for reward in waiting if reward.title not in said]
     weights = {reward.title: reward.weight for reward in rewards}
     return [
-        _summed(rollout, {title: given[index] for title, given in said.items()}, weights)
+        _summed(rollout, {reward.title: said[reward.title][index] for reward in rewards}, weights)
         for index, rollout in enumerate(rollouts)
     ]
+
+
+def _unasked(reward: Reward, rollout: Rollout, index: int, said: Mapping[str, Sequence[Verdict]]) -> Verdict | None:
+    """The verdict that is known without a call; None when there is something to ask."""
+    if not grades(reward, rollout.example):
+        return Verdict(math.nan)
+    if not reward.after:
+        return None
+    gate = said[reward.after][index]
+    if gate.problem:
+        return Verdict(math.nan)  # the rollout is not valid, whatever this one would say
+    return Verdict(0.0) if gate.value <= PASSED else None  # without an opinion (nan) there is no gate
+
+
+def _question(
+    reward: Reward, known: Sequence[Verdict | None], rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
+) -> Question:
+    places = [place for place, verdict in enumerate(known) if verdict is None]
+    return Question(reward, [rollouts[place] for place in places], [prompts[place] for place in places])
+
+
+def grades(reward: Reward, row: Mapping[str, Any]) -> bool:
+    """Whether a reward has an opinion on a row: all have, unless the row names some in its column `reward`."""
+    named = chosen(row)
+    return not named or reward.title in named
+
+
+def chosen(row: Mapping[str, Any]) -> Sequence[str]:
+    """The rewards that a row names, as text or as a list of text; none when it leaves the choice open."""
+    named = row.get(CHOICE)
+    if isinstance(named, str):
+        return (named,)
+    names = cast(Sequence[object], named) if isinstance(named, list | tuple) else ()
+    return [name for name in names if isinstance(name, str)]
 
 
 def _summed(rollout: Rollout, said: Mapping[str, Verdict], weights: Mapping[str, float]) -> Rollout:
@@ -51,25 +103,45 @@ def _summed(rollout: Rollout, said: Mapping[str, Verdict], weights: Mapping[str,
         reward=math.nan if problems else math.fsum(weights[title] * value for title, value in given.items()),
         valid=not problems,
         problem="; ".join(problems),
+        faults={title: verdict.cause for title, verdict in said.items() if verdict.cause},
     )
 
 
 def check_rewards(rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]], prompt_of: PromptOf) -> None:
     r"""Find what can be known to be wrong with the rewards before the first token is sampled.
 
-    Each reward's columns are looked up in `rows`, and each is called once, unless its `trial` is off, on `rows[0]` with
-    a made-up completion: `\boxed{reference}` when the row has the column it reads (or `answer`), else the empty text.
+    Each reward's columns are looked up in the rows that it grades, each is loaded where it will run, and each is called
+    once, unless its `trial` is off, on the first of its rows with a made-up completion: `\boxed{reference}` when the
+    row has the column it reads (or `answer`), else the empty text.
 
     Raises:
-        RewardError: a column is missing, or the trial raised, or returned anything but a finite number (or None).
+        RewardError: a row names a reward that there is not, a column is missing, a function cannot be loaded in a
+            worker, or the trial brought anything but a finite number (or None).
     """
-    for reward in rewards:
-        check_columns(reward.title, reward.use, rows)
-        if reward.trial:
-            _try(reward, rows[0], prompt_of)
+    _check_choices(rewards, rows)
+    graded = [{place: row for place, row in enumerate(rows) if grades(reward, row)} for reward in rewards]
+    for reward, own in zip(rewards, graded, strict=True):
+        if own:
+            check_columns(reward.title, reward.use, own)
+    load(rewards)
+    for reward, own in zip(rewards, graded, strict=True):
+        if own and reward.trial:
+            _try(reward, *next(iter(own.items())), prompt_of)
 
 
-def _try(reward: Reward, row: Mapping[str, Any], prompt_of: PromptOf) -> None:
+def _check_choices(rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]]) -> None:
+    titles = [reward.title for reward in rewards]
+    for place, row in enumerate(rows):
+        for name in chosen(row):
+            if name not in titles:
+                raise RewardError(
+                    f"rewards: rows[{place}].{CHOICE} names {name!r}, and there is no such reward"
+                    f"{did_you_mean(name, titles)}; accepted: {', '.join(titles)}. That column chooses which rewards "
+                    "grade a row; give the reward this `name`, or rename the column if it means something else"
+                )
+
+
+def _try(reward: Reward, place: int, row: Mapping[str, Any], prompt_of: PromptOf) -> None:
     columns: tuple[str, ...] = getattr(reward.use, "columns", ()) or ("answer",)
     text = f"\\boxed{{{row[columns[0]]}}}" if columns[0] in row else ""
     made_up = Rollout(
@@ -80,10 +152,10 @@ def _try(reward: Reward, row: Mapping[str, Any], prompt_of: PromptOf) -> None:
         text=text,
         example=row,
     )
-    (verdict,) = verdicts(reward.title, reward.use, [made_up], [prompt_of(row)])
+    ((verdict,),) = ask([Question(reward, [made_up], [prompt_of(row)])])
     if verdict.problem:
         raise RewardError(
-            f"rewards.{reward.title}: {verdict.problem} when tried on rows[0] with the completion {text!r}, before any "
-            "sampling; accepted: a finite number for any text. Mend the function or, if the trial is unfair to it, set "
-            f"`trial: false` on rewards.{reward.title}"
+            f"rewards.{reward.title}: {verdict.problem} when tried on rows[{place}] with the completion {text!r}, "
+            "before any sampling; accepted: a finite number for any text. Mend the function or, if the trial is unfair "
+            f"to it, set `trial: false` on rewards.{reward.title}"
         )

@@ -1,0 +1,12 @@
+"""The reward of the toy task, in a file that imports little: every run of the tests imports it in a worker."""
+
+from __future__ import annotations
+
+from groupwise.records import Rollout
+
+LOW = 20
+
+
+def starts_low(rollout: Rollout) -> float:
+    """1 when the first word is one of w2 to w19: about one time in five before training."""
+    return float(rollout.text.split()[:1] in [[f"w{index}"] for index in range(2, LOW)])
