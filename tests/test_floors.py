@@ -15,7 +15,7 @@ import pytest
 SRC = Path(__file__).parents[1] / "src" / "groupwise"
 
 FLOORS = (
-    {"errors", "records", "seeding", "slots"},
+    {"errors", "records", "seeding", "slots", "devices"},
     {"advantages", "shaping", "weights", "losses", "penalties", "model", "head"}
     | {"folding", "lean", "decoding", "drawing", "packing"},
     {"algorithms", "presets", "chat", "engines"},
@@ -29,6 +29,7 @@ SURFACE = {"", "__main__"}  # groupwise/__init__.py gathers the public names; no
 
 NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "slots": {"errors"},
+    "devices": {"errors"},
     "shaping": {"advantages"},
     "penalties": {"losses"},
     "weights": {"losses"},

@@ -5,18 +5,26 @@ from __future__ import annotations
 from groupwise.rewards.answers import ExactMatch, MathAnswer, RegexMatch
 from groupwise.rewards.calls import RewardFunction
 from groupwise.rewards.format import Format
+from groupwise.rewards.process import NextToken, ProcessRewardModel, TokenClassifier
 from groupwise.rewards.reward import Reward, RewardLike, Rewards, as_rewards
+from groupwise.rewards.reward_model import RewardModel
 from groupwise.rewards.scoring import check_rewards, score
+from groupwise.rewards.steps import StepRewards
 
 __all__ = [
     "ExactMatch",
     "Format",
     "MathAnswer",
+    "NextToken",
+    "ProcessRewardModel",
     "RegexMatch",
     "Reward",
     "RewardFunction",
     "RewardLike",
+    "RewardModel",
     "Rewards",
+    "StepRewards",
+    "TokenClassifier",
     "as_rewards",
     "check_rewards",
     "score",

@@ -1,8 +1,10 @@
 """Calling reward functions: the two signatures, what they may return, and the boundary where failures are recorded.
 
-Ours is `f(rollout) -> float`.  TRL's is `f(prompts, completions, **columns) -> list[float | None]`, one entry per
-completion.  Either may be `async`.  A failure on a sample is data about that sample (its verdict has a problem); a
-function that does not keep its contract is the user's error and stops the run.
+Ours is `f(rollout) -> float | StepRewards`.  TRL's is `f(prompts, completions, **columns) -> list[float | None]`, one
+entry per completion.  Either may be `async`.  A failure on a sample is data about that sample (its verdict has a
+problem); a function that does not keep its contract is the user's error and stops the run.
+
+A built-in that holds a model or connections is `InProcess`: it sees all rollouts of a step at once.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -24,6 +26,7 @@ from torch import Tensor
 from groupwise.chat import Prompt
 from groupwise.errors import GroupwiseError, RewardError, did_you_mean
 from groupwise.records import Rollout
+from groupwise.rewards.steps import StepRewards
 
 T = TypeVar("T")
 RewardFunction = Callable[..., Any]
@@ -39,6 +42,27 @@ class Verdict:
     """nan when there is no value: the function failed, or has no opinion on this sample."""
     problem: str = ""
     """Why there is no trustworthy value; empty when it is fine, or withheld on purpose."""
+    steps: tuple[tuple[int, float], ...] = ()
+    """The rewards of its steps, where the function gives some; see `StepRewards.steps`."""
+
+
+@runtime_checkable
+class InProcess(Protocol):
+    """A reward that stays in the trainer's process and judges all rollouts of a step in one call."""
+
+    in_process: ClassVar[bool]
+
+    def prepare(self, prompts: Sequence[Prompt]) -> None:
+        """Load what it needs, before anything is sampled; `prompts` are all that will be asked.
+
+        Raises:
+            GroupwiseError: it cannot be loaded, or a prompt cannot be judged.
+        """
+        ...
+
+    def __call__(self, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]) -> list[Verdict]:
+        """A verdict on each rollout; `prompts` are aligned with `rollouts`."""
+        ...
 
 
 def verdicts(
@@ -49,6 +73,8 @@ def verdicts(
     Raises:
         RewardError: the signature, or what the function returned, breaks the contract.
     """
+    if isinstance(function, InProcess):
+        return function(rollouts, prompts)
     if takes_columns(name, function):
         return _ask_for_all(name, function, rollouts, prompts)
     return [_attempt(partial(_ask, name, function, rollout)) for rollout in rollouts]
@@ -60,6 +86,8 @@ def takes_columns(name: str, function: RewardFunction) -> bool:
     Raises:
         RewardError: it has neither.
     """
+    if isinstance(function, InProcess):
+        return False
     try:
         signature = inspect.signature(function)
     except ValueError as error:
@@ -111,10 +139,12 @@ def _named_columns(name: str, function: RewardFunction) -> list[str]:
 
 def _ask(name: str, function: RewardFunction, rollout: Rollout) -> Verdict:
     returned = _finished(function(rollout))
+    if isinstance(returned, StepRewards):
+        return _judged_steps(name, returned, rollout.text)
     value = _plain(returned)
     if not isinstance(value, int | float):
         raise RewardError(
-            f"rewards.{name}: returned {_described(returned)}; accepted: one number for f(rollout). "
+            f"rewards.{name}: returned {_described(returned)}; accepted: one number for f(rollout), or StepRewards. "
             "A sample that cannot be scored is told by raising an exception"
         )
     return _judged(float(value))
@@ -200,6 +230,13 @@ def _listed(name: str, returned: Any, expected: int) -> list[Verdict]:
 
 def _judged(value: float) -> Verdict:
     return Verdict(value) if math.isfinite(value) else Verdict(math.nan, f"returned {value}")
+
+
+def _judged_steps(name: str, said: StepRewards, text: str) -> Verdict:
+    if problem := said.problem(text):
+        raise RewardError(f"rewards.{name}: returned StepRewards in which {problem}")
+    bad = [value for value in (said.value, *(reward for _, reward in said.steps)) if not math.isfinite(value)]
+    return Verdict(math.nan, f"returned {bad[0]}") if bad else Verdict(said.value, steps=said.steps)
 
 
 def _described(value: Any) -> str:

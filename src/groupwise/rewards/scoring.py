@@ -12,19 +12,26 @@ import numpy as np
 from groupwise.chat import Prompt
 from groupwise.errors import RewardError
 from groupwise.records import Rollout
-from groupwise.rewards.calls import Verdict, check_columns, verdicts
+from groupwise.rewards.calls import InProcess, Verdict, check_columns, verdicts
 from groupwise.rewards.reward import Reward
 
 PromptOf = Callable[[Mapping[str, Any]], Prompt]
 """From a dataset row to the prompt that was made of it."""
+TokenAt = Callable[[Rollout, int], int]
+"""From a number of characters of a rollout's text to the index of the token that says the last of them."""
 
 
-def score(rollouts: Sequence[Rollout], rewards: Sequence[Reward], prompt_of: PromptOf) -> list[Rollout]:
-    """The rollouts with `rewards`, `reward_weights` and `reward` (the weighted sum, in float64).
+def score(
+    rollouts: Sequence[Rollout], rewards: Sequence[Reward], prompt_of: PromptOf, token_at: TokenAt | None = None
+) -> list[Rollout]:
+    """The rollouts with `rewards`, `reward_weights` and `reward` (the weighted sum, in float64), and `step_rewards`.
 
     A reward that raises, or returns nan or inf, makes its rollout not valid: `problem` says why, and both its value
     and `reward` are nan, never 0.  None in TRL's list is no opinion: it is nan in `rewards` and left out of the sum;
     a rollout on which every reward has none is not valid.
+
+    Where a reward judges steps, so do all: `step_rewards` has, by token, the weighted sum of what they say of the step
+    that ends there, and a reward of the whole completion counts at its last token.  Only this needs `token_at`.
 
     Raises:
         RewardError: a reward broke its contract (a wrong length, a dict, a string, ...).
@@ -33,12 +40,14 @@ def score(rollouts: Sequence[Rollout], rewards: Sequence[Reward], prompt_of: Pro
     said = {reward.title: verdicts(reward.title, reward.use, rollouts, prompts) for reward in rewards}
     weights = {reward.title: reward.weight for reward in rewards}
     return [
-        _summed(rollout, {title: given[index] for title, given in said.items()}, weights)
+        _summed(rollout, {title: given[index] for title, given in said.items()}, weights, token_at)
         for index, rollout in enumerate(rollouts)
     ]
 
 
-def _summed(rollout: Rollout, said: Mapping[str, Verdict], weights: Mapping[str, float]) -> Rollout:
+def _summed(
+    rollout: Rollout, said: Mapping[str, Verdict], weights: Mapping[str, float], token_at: TokenAt | None
+) -> Rollout:
     problems = [f"rewards.{title}: {verdict.problem}" for title, verdict in said.items() if verdict.problem]
     values = {title: verdict.value for title, verdict in said.items()}
     given = {title: value for title, value in values.items() if not math.isnan(value)}
@@ -51,7 +60,23 @@ def _summed(rollout: Rollout, said: Mapping[str, Verdict], weights: Mapping[str,
         reward=math.nan if problems else math.fsum(weights[title] * value for title, value in given.items()),
         valid=not problems,
         problem="; ".join(problems),
+        step_rewards=() if problems else _by_token(rollout, said, weights, token_at),
     )
+
+
+def _by_token(
+    rollout: Rollout, said: Mapping[str, Verdict], weights: Mapping[str, float], token_at: TokenAt | None
+) -> tuple[tuple[int, float], ...]:
+    if not any(verdict.steps for verdict in said.values()):
+        return ()
+    assert token_at is not None, "whoever scores steps knows the tokens"
+    sums: dict[int, float] = {}
+    for title, verdict in said.items():
+        whole = [] if math.isnan(verdict.value) else [(len(rollout.text), verdict.value)]
+        for end, value in verdict.steps or whole:
+            token = token_at(rollout, end)
+            sums[token] = sums.get(token, 0.0) + weights[title] * value
+    return tuple(sorted(sums.items()))
 
 
 def check_rewards(rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]], prompt_of: PromptOf) -> None:
@@ -61,10 +86,13 @@ def check_rewards(rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]], 
     a made-up completion: `\boxed{reference}` when the row has the column it reads (or `answer`), else the empty text.
 
     Raises:
+        GroupwiseError: what a reward needs cannot be loaded.
         RewardError: a column is missing, or the trial raised, or returned anything but a finite number (or None).
     """
     for reward in rewards:
         check_columns(reward.title, reward.use, rows)
+        if isinstance(reward.use, InProcess):
+            reward.use.prepare([prompt_of(row) for row in rows])
         if reward.trial:
             _try(reward, rows[0], prompt_of)
 
