@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from models import CONFIGS, in_float64
 from texts import byte_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
@@ -51,3 +52,26 @@ def exactly(model: PreTrainedModel) -> PreTrainedModel:
     if model.dtype == torch.float64:
         in_float64(model)
     return model.eval()
+
+
+def merging_tokenizer(text: str, tokens: int = 400) -> PreTrainedTokenizerFast:
+    """A byte-level BPE that learned to join whatever is frequent in a text, line ends and words alike."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        [text], trainers.BpeTrainer(vocab_size=tokens, initial_alphabet=alphabet, show_progress=False)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+def piece_tokenizer(*words: str) -> PreTrainedTokenizerFast:
+    """In the manner of SentencePiece: a space belongs to the word after it, an unknown letter is its bytes."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *words]
+    tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", clean_up_tokenization_spaces=False)

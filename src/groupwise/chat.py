@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
 from typing import Any
 
 import jinja2
@@ -98,11 +97,9 @@ class Chat:
         tokens = rollout.tokens[places]
 
         def said(count: int) -> int:
-            part = self.text(tokens[:count])
-            if rollout.text.startswith(part):
-                return len(part)
-            # Half a character is decoded as a sign of its own, which the text does not have there.
-            return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(part, rollout.text, strict=False)))
+            # Up to three tokens may be the beginning of a character, and are decoded as something else until it ends.
+            parts = (self.text(tokens[:whole]) for whole in range(count, max(count - 4, -1), -1))
+            return next((len(part) for part in parts if rollout.text.startswith(part)), 0)
 
         return int(places[bisect_left(range(1, len(tokens)), end, key=said)])
 

@@ -24,24 +24,21 @@ class StepRewards:
         if not ends:
             return "there are no steps; give at least one, which ends after the whole text"
         if ends != sorted(ends) or ends[0] < 0 or ends[-1] > len(text):
-            return (
-                f"the steps end after {ends} characters of {len(text)}; ends ascend, from 0 to the length of the text"
-            )
+            return f"the steps end after {ends} of {len(text)} characters; accepted: ascending, none beyond the last"
         return ""
 
 
 def split_steps(text: str, separator: str) -> list[tuple[int, str]]:
     """(how many characters it takes to the end of the step, what it says) of each step of a text.
 
-    A separator belongs to the step that it ends.  Parts that are blank are no steps of their own, and a text that is
-    blank is one step.  What a step says is without the white space around it.
+    A step ends with the last thing that it says: a separator leads to the next one, and tokens often join the two.  The
+    last step ends with the text.  What a step says is without the white space around it; a part that says nothing is
+    no step, but a text that says nothing is one.
     """
     steps: list[tuple[int, str]] = []
-    end = 0
+    begin = 0
     for part in text.split(separator):
-        end = min(end + len(part) + len(separator), len(text))
         if part.strip():
-            steps.append((end, part.strip()))
-        elif steps:
-            steps[-1] = (end, steps[-1][1])
-    return steps or [(len(text), text.strip())]
+            steps.append((begin + len(part.rstrip()), part.strip()))
+        begin += len(part) + len(separator)
+    return [*steps[:-1], (len(text), steps[-1][1] if steps else "")]
