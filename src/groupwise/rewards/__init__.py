@@ -5,6 +5,7 @@ from __future__ import annotations
 from groupwise.rewards.answers import ExactMatch, MathAnswer, RegexMatch
 from groupwise.rewards.calls import RewardFunction
 from groupwise.rewards.format import Format
+from groupwise.rewards.judge import Judge, ScoreField, ScorePattern
 from groupwise.rewards.process import NextToken, ProcessRewardModel, TokenClassifier
 from groupwise.rewards.reward import Reward, RewardLike, Rewards, as_rewards
 from groupwise.rewards.reward_model import RewardModel
@@ -14,6 +15,7 @@ from groupwise.rewards.steps import StepRewards
 __all__ = [
     "ExactMatch",
     "Format",
+    "Judge",
     "MathAnswer",
     "NextToken",
     "ProcessRewardModel",
@@ -23,6 +25,8 @@ __all__ = [
     "RewardLike",
     "RewardModel",
     "Rewards",
+    "ScoreField",
+    "ScorePattern",
     "StepRewards",
     "TokenClassifier",
     "as_rewards",

@@ -17,11 +17,12 @@ from groupwise.errors import RewardError
 from groupwise.rewards.answers import ExactMatch, MathAnswer, RegexMatch
 from groupwise.rewards.calls import RewardFunction
 from groupwise.rewards.format import Format
+from groupwise.rewards.judge import Judge
 from groupwise.rewards.process import ProcessRewardModel
 from groupwise.rewards.reward_model import RewardModel
 from groupwise.slots import OneOf, Slot
 
-LEARNED = (RewardModel, ProcessRewardModel)
+LEARNED = (RewardModel, ProcessRewardModel, Judge)
 
 
 class Reward(Slot):
