@@ -336,7 +336,7 @@ def test_a_folder_keeps_the_answers_for_later_runs(serve: Callable[..., Stub], t
         scored(judge(stub.url, cache=cache), "4")
 
 
-# -------------------------------------------------------------------------------------------------------- before the run
+# ------------------------------------------------------------------------------------------------------- before the run
 
 
 def test_the_api_key_comes_from_the_environment_and_stands_in_no_file(

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,16 @@ def test_a_step_without_a_number_makes_the_rollout_not_valid() -> None:
     (rollout,) = scored([lambda rollout: StepRewards(1.0, ((2, math.nan), (7, 1.0)))], written("4 or so"))
     assert rollout.problem.endswith("returned nan")
     assert rollout.step_rewards == ()
+
+
+def test_the_function_of_the_page_judges_lines(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    code = next(block for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "StepRewards" in block)
+    (tmp_path / "lines.py").write_text(code)
+    (rollout,) = scored(f"{tmp_path / 'lines.py'}:lines", written("2 + 2 = 4\nso it is\n4 = 4"))
+    assert [reward for _, reward in rollout.step_rewards] == [1.0, 0.0, 1.0]
+    assert rollout.reward == pytest.approx(2 / 3)
+    assert scored(f"{tmp_path / 'lines.py'}:lines", written(""))[0].reward == 0.0
 
 
 # ---------------------------------------------------------------------------------------------------------- in training

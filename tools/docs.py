@@ -338,7 +338,8 @@ A run appends one JSON object a line to `metrics.jsonl` in its folder: one for e
 which has only `step` and the `eval/` keys. What a step's updates report is averaged over the updates, and what tokens
 report over the loss tokens. A number that does not exist (a mean of nothing) is `null`.
 
-Every completion is in `rollouts/step-NNNNN.parquet`, with its prompt, text, rewards, advantage, tokens and log-probs.
+Every completion is in `rollouts/step-NNNNN.parquet`, with its prompt, text, rewards, advantage, tokens and log-probs,
+and where a reward gives them, the rewards of its steps.
 """
 
 

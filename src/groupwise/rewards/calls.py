@@ -4,7 +4,7 @@ Ours is `f(rollout) -> float | StepRewards`.  TRL's is `f(prompts, completions, 
 entry per completion.  Either may be `async`.  A failure on a sample is data about that sample (its verdict has a
 problem); a function that does not keep its contract is the user's error and stops the run.
 
-A built-in that holds a model or connections is `InProcess`: it sees all rollouts of a step at once.
+A built-in that holds a model or connections judges all rollouts of a step `Together`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Verdict:
 
 
 @runtime_checkable
-class InProcess(Protocol):
+class Together(Protocol):
     """A reward that stays in the trainer's process and judges all rollouts of a step in one call."""
 
     in_process: ClassVar[bool]
@@ -73,7 +73,7 @@ def verdicts(
     Raises:
         RewardError: the signature, or what the function returned, breaks the contract.
     """
-    if isinstance(function, InProcess):
+    if isinstance(function, Together):
         return function(rollouts, prompts)
     if takes_columns(name, function):
         return _ask_for_all(name, function, rollouts, prompts)
@@ -86,7 +86,7 @@ def takes_columns(name: str, function: RewardFunction) -> bool:
     Raises:
         RewardError: it has neither.
     """
-    if isinstance(function, InProcess):
+    if isinstance(function, Together):
         return False
     try:
         signature = inspect.signature(function)

@@ -138,7 +138,7 @@ class Judge(Slot):
         return tuple(sorted(jinja2.meta.find_undeclared_variables(_JINJA.parse(self.prompt)) - OURS))
 
     def prepare(self, prompts: Sequence[Prompt]) -> None:
-        """See `InProcess.prepare`.
+        """See `Together.prepare`.
 
         Raises:
             RewardError: the environment has no API key.

@@ -163,7 +163,7 @@ class ProcessRewardModel(Learned):
     """The reward of the completion, from those of its steps."""
 
     def prepare(self, prompts: Sequence[Prompt]) -> None:
-        """See `InProcess.prepare`.
+        """See `Together.prepare`.
 
         Raises:
             ModelError: the model cannot be loaded, or cannot be read by this head.

@@ -27,7 +27,7 @@ class RewardModel(Learned):
     type: Literal["reward_model"] = "reward_model"
 
     def prepare(self, prompts: Sequence[Prompt]) -> None:
-        """See `InProcess.prepare`.
+        """See `Together.prepare`.
 
         Raises:
             ModelError: the model cannot be loaded, or has other than one label.

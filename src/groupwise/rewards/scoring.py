@@ -12,7 +12,7 @@ import numpy as np
 from groupwise.chat import Prompt
 from groupwise.errors import RewardError
 from groupwise.records import Rollout
-from groupwise.rewards.calls import InProcess, Verdict, check_columns, verdicts
+from groupwise.rewards.calls import Together, Verdict, check_columns, verdicts
 from groupwise.rewards.reward import Reward
 
 PromptOf = Callable[[Mapping[str, Any]], Prompt]
@@ -91,7 +91,7 @@ def check_rewards(rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]], 
     """
     for reward in rewards:
         check_columns(reward.title, reward.use, rows)
-        if isinstance(reward.use, InProcess):
+        if isinstance(reward.use, Together):
             reward.use.prepare([prompt_of(row) for row in rows])
         if reward.trial:
             _try(reward, rows[0], prompt_of)
