@@ -73,7 +73,8 @@ ENGINES_MAY_IMPORT = {
 # and datasets and are part of their interface.
 CORE = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "pydantic", "yaml", "typer", "rich"}
 CORE |= {"jinja2", "math_verify", "pydantic_core", "huggingface_hub", "pyarrow"}
-# An extra is imported in one file only. Whoever first uses one of those without a file names its file here.
+# An extra is imported in one file only, and so is httpx2, which is in the core for that file alone. Whoever first uses
+# one of those without a file names its file here.
 EXTRAS = {"vllm": "engines.vllm", "ray": "engines.ray", "httpx2": "rewards.endpoint"}
 EXTRAS |= dict.fromkeys(["peft", "tensorboard", "wandb", "trackio", "reasoning_gym"], "no file yet")
 # The mathematics can be read and tested with one array library.

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from learned import exactly, judging_folder, merging_tokenizer, piece_tokenizer
 from models import tiny_tokenizer
@@ -91,6 +91,7 @@ def test_a_text_falls_into_the_steps_that_say_something(text: str, steps: list[t
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_the_end_of_a_step_is_found_among_the_tokens_whatever_they_join_or_split(
     name: str, data: st.DataObject

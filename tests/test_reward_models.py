@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from learned import READERS, exactly, judging_folder
 from models import tiny_folder
 from texts import CHATML, byte_tokenizer
 from toys import metrics, toy_config, toy_folder, toy_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from groupwise.config import Config
 from groupwise.errors import GroupwiseError, ModelError, RewardError
 from groupwise.records import Rollout
-from groupwise.rewards import RewardModel, as_rewards, check_rewards, learned, score
+from groupwise.rewards import NextToken, RewardModel, as_rewards, check_rewards, learned, score
 from groupwise.train import train
 
 TEXTS = (
@@ -197,6 +199,20 @@ def test_a_template_that_refuses_the_prompt_is_quoted_with_its_folder(tmp_path: 
     folder = judging_folder(tmp_path, tokenizer=byte_tokenizer("{{ raise_exception('no system') }}"))
     with pytest.raises(ModelError, match=rf"{folder}: its chat template refuses .* no system"):
         check(RewardModel(model=str(folder), device="cpu"))
+
+
+def test_rewards_with_models_are_written_down_and_read_back_equal_even_after_use(tmp_path: Path) -> None:
+    head = {"type": "next_token", "mark": " #"}
+    rewards = [
+        {"type": "reward_model", "model": str(judging_folder(tmp_path / "judge")), "device": "cpu", "weight": 0.5},
+        {"type": "process_reward_model", "model": "some/prm", "head": head, "reduction": "mean"},
+        {"type": "judge", "url": "http://localhost:1/v1", "model": "m", "prompt": "{{ completion }}", "score": "json"},
+    ]
+    config = toy_config(tmp_path, rewards=rewards)
+    score([said("4")], config.rewards[:1], lambda row: row["prompt"])
+    again = Config.parse(yaml.safe_load(config.to_yaml()))
+    assert again == config
+    assert again.rewards[1].use.head == NextToken(mark=" #")  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------------------------------------------------- in training
