@@ -52,8 +52,8 @@ class Together(Protocol):
 
     in_process: ClassVar[bool]
 
-    def prepare(self, prompts: Sequence[Prompt]) -> None:
-        """Load what it needs, before anything is sampled; `prompts` are all that will be asked.
+    def prepare(self, prompts: Mapping[int, Prompt]) -> None:
+        """Load what it needs, before anything is sampled; `prompts` are all of them, by their row in the data.
 
         Raises:
             GroupwiseError: it cannot be loaded, or a prompt cannot be judged.
@@ -140,7 +140,7 @@ def _named_columns(name: str, function: RewardFunction) -> list[str]:
 def _ask(name: str, function: RewardFunction, rollout: Rollout) -> Verdict:
     returned = _finished(function(rollout))
     if isinstance(returned, StepRewards):
-        return _judged_steps(name, returned, rollout.text)
+        return _judged_steps(returned, rollout.text)
     value = _plain(returned)
     if not isinstance(value, int | float):
         raise RewardError(
@@ -232,11 +232,10 @@ def _judged(value: float) -> Verdict:
     return Verdict(value) if math.isfinite(value) else Verdict(math.nan, f"returned {value}")
 
 
-def _judged_steps(name: str, said: StepRewards, text: str) -> Verdict:
+def _judged_steps(said: StepRewards, text: str) -> Verdict:
     if problem := said.problem(text):
-        raise RewardError(f"rewards.{name}: returned StepRewards in which {problem}")
-    bad = [value for value in (said.value, *(reward for _, reward in said.steps)) if not math.isfinite(value)]
-    return Verdict(math.nan, f"returned {bad[0]}") if bad else Verdict(said.value, steps=said.steps)
+        return Verdict(math.nan, f"returned StepRewards in which {problem}")
+    return Verdict(said.value, steps=said.steps)
 
 
 def _described(value: Any) -> str:

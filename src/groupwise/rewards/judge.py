@@ -137,7 +137,7 @@ class Judge(Slot):
         """What it reads of a row."""
         return tuple(sorted(jinja2.meta.find_undeclared_variables(_JINJA.parse(self.prompt)) - OURS))
 
-    def prepare(self, prompts: Sequence[Prompt]) -> None:
+    def prepare(self, prompts: Mapping[int, Prompt]) -> None:
         """See `Together.prepare`.
 
         Raises:

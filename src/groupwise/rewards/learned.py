@@ -84,15 +84,15 @@ class Reader:
         """The tokens of a text alone, nothing added."""
         return list(self.chat.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def check_length(self, index: int, tokens: int) -> None:
+    def check_length(self, row: int, tokens: int) -> None:
         """Refuse a prompt that leaves no room for an answer.
 
         Raises:
-            RewardError: prompt number `index` alone is too long.
+            RewardError: the prompt of this row is too long.
         """
         if tokens >= self.context:
             raise RewardError(
-                f"{self.name}: reads {self.context:.0f} tokens, and the prompt of rows[{index}] alone has {tokens} of "
+                f"{self.name}: reads {self.context:.0f} tokens, and the prompt of rows[{row}] alone has {tokens} of "
                 "them; take a reward model with a longer context, or leave out rows that are so long"
             )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Protocol, cast
 
@@ -162,15 +162,15 @@ class ProcessRewardModel(Learned):
     reduction: Literal["min", "mean", "last", "product"] = "min"
     """The reward of the completion, from those of its steps."""
 
-    def prepare(self, prompts: Sequence[Prompt]) -> None:
+    def prepare(self, prompts: Mapping[int, Prompt]) -> None:
         """See `Together.prepare`.
 
         Raises:
             ModelError: the model cannot be loaded, or cannot be read by this head.
             RewardError: a prompt is too long for it.
         """
-        for index, prompt in enumerate(prompts):
-            self._reader.check_length(index, len(self._reader.begin(self._reader.chat.opening(prompt))))
+        for place, prompt in prompts.items():
+            self._reader.check_length(place, len(self._reader.begin(self._reader.chat.opening(prompt))))
 
     def __call__(self, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]) -> list[Verdict]:
         reader = self._reader

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, cast
 
@@ -26,15 +26,15 @@ class RewardModel(Learned):
 
     type: Literal["reward_model"] = "reward_model"
 
-    def prepare(self, prompts: Sequence[Prompt]) -> None:
+    def prepare(self, prompts: Mapping[int, Prompt]) -> None:
         """See `Together.prepare`.
 
         Raises:
             ModelError: the model cannot be loaded, or has other than one label.
             RewardError: a prompt is too long for it.
         """
-        for index, prompt in enumerate(prompts):
-            self._reader.check_length(index, len(self._reader.chat.conversation(prompt, "")))
+        for place, prompt in prompts.items():
+            self._reader.check_length(place, len(self._reader.chat.conversation(prompt, "")))
 
     def __call__(self, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]) -> list[Verdict]:
         reader = self._reader

@@ -92,7 +92,7 @@ def check_rewards(rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]], 
     for reward in rewards:
         check_columns(reward.title, reward.use, rows)
         if isinstance(reward.use, Together):
-            reward.use.prepare([prompt_of(row) for row in rows])
+            reward.use.prepare({place: prompt_of(row) for place, row in enumerate(rows)})
         if reward.trial:
             _try(reward, rows[0], prompt_of)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -25,7 +26,8 @@ class StepRewards:
             return "there are no steps; give at least one, which ends after the whole text"
         if ends != sorted(ends) or ends[0] < 0 or ends[-1] > len(text):
             return f"the steps end after {ends} of {len(text)} characters; accepted: ascending, none beyond the last"
-        return ""
+        given = [self.value, *(reward for _, reward in self.steps)]
+        return next((f"there is {number}" for number in given if not math.isfinite(number)), "")
 
 
 def split_steps(text: str, separator: str) -> list[tuple[int, str]]:
