@@ -15,7 +15,7 @@ import pytest
 SRC = Path(__file__).parents[1] / "src" / "groupwise"
 
 FLOORS = (
-    {"errors", "records", "seeding", "slots"},
+    {"errors", "records", "seeding", "slots", "devices"},
     {"advantages", "shaping", "weights", "losses", "penalties", "model", "head"}
     | {"folding", "lean", "decoding", "drawing", "packing"},
     {"algorithms", "presets", "chat", "engines"},
@@ -29,6 +29,7 @@ SURFACE = {"", "__main__"}  # groupwise/__init__.py gathers the public names; no
 
 NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "slots": {"errors"},
+    "devices": {"errors"},
     "shaping": {"advantages"},
     "penalties": {"losses"},
     "weights": {"losses"},
@@ -72,8 +73,9 @@ ENGINES_MAY_IMPORT = {
 # and datasets and are part of their interface, as latex2sympy2_extended and sympy are of math-verify's.
 CORE = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "pydantic", "yaml", "typer", "rich"}
 CORE |= {"jinja2", "math_verify", "latex2sympy2_extended", "sympy", "pydantic_core", "huggingface_hub", "pyarrow"}
-# An extra is imported in one file only. Whoever first uses one of those without a file names its file here.
-EXTRAS = {"vllm": "engines.vllm", "ray": "engines.ray"}
+# An extra is imported in one file only, and so is httpx2, which is in the core for that file alone. Whoever first uses
+# one of those without a file names its file here.
+EXTRAS = {"vllm": "engines.vllm", "ray": "engines.ray", "httpx2": "rewards.endpoint"}
 EXTRAS |= dict.fromkeys(["jsonschema", "referencing"], "rewards.json_schema")
 EXTRAS |= dict.fromkeys(["peft", "tensorboard", "wandb", "trackio", "reasoning_gym"], "no file yet")
 # The mathematics can be read and tested with one array library.

@@ -155,6 +155,9 @@ def test_a_folder_without_config_weights_or_tokenizer_says_which(tmp_path: Path)
     tiny_model("llama").config.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="no weights"):
         load_model(tmp_path, dtype=torch.float32, device="cpu")
+    tiny_model("qwen3").save_pretrained(tmp_path / "qwen3")
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        load_tokenizer(tmp_path / "qwen3")
 
 
 def test_weights_that_lack_a_tensor_are_refused_instead_of_started_at_random(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_each_preset_trains(preset: str, updates: int, toys: Path, tmp_path: Pat
 def test_process_supervision_without_step_rewards_is_said(toys: Path, tmp_path: Path) -> None:
     console, screen = terminal()
     train(toy_config(toys, output=str(tmp_path / "run"), algorithm="grpo_process", steps=1), console=console)
-    assert "warning: algorithm.supervision: process learns from Rollout.step_rewards alone" in screen.getvalue()
+    assert "warning: algorithm.supervision: process learns from the rewards of steps" in screen.getvalue()
 
 
 def test_a_second_update_is_off_policy_and_knows_it(toys: Path, tmp_path: Path) -> None:

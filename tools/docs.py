@@ -342,7 +342,7 @@ which has only `step` and the `eval/` keys. What a step's updates report is aver
 report over the loss tokens. A number that does not exist (a mean of nothing) is `null`.
 
 Every completion is in `rollouts/step-NNNNN.parquet`, with its prompt, text, rewards (`fault/<name>` is the cause where
-one has no verdict), advantage, tokens and log-probs.
+one has no verdict) and those of its steps where a reward gives them, advantage, tokens and log-probs.
 """
 
 

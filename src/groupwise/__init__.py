@@ -47,7 +47,7 @@ from groupwise.penalties import (
 )
 from groupwise.presets import CISPO, DAPO, DR_GRPO, GMPO, GRPO, GSPO, PRESETS, REINFORCE_PP, RLOO, SAPO
 from groupwise.records import Batch, Rollout, collate
-from groupwise.rewards import Reward
+from groupwise.rewards import Reward, StepRewards
 from groupwise.shaping import (
     CosineLength,
     KimiLength,
@@ -139,6 +139,7 @@ __all__ = [
     "SequenceSum",
     "SequenceSumNorm",
     "SoftOverlong",
+    "StepRewards",
     "StopProperly",
     "Task",
     "TokenMean",

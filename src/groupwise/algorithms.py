@@ -98,7 +98,7 @@ class Algorithm(Slot):
     combine: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Where several reward functions meet: their weighted sum is normalised (GRPO), or each on its own (GDPO)."""
     supervision: Literal["outcome", "process"] = "outcome"
-    """One reward for the completion, or one for each of its reasoning steps (`Rollout.step_rewards`)."""
+    """One reward for the completion, or one for each of its reasoning steps, where a reward gives those."""
     baseline: Annotated[Statistic | None, Statistics] = GroupMean()
     """Subtracted from the reward."""
     scale: Annotated[Statistic | None, Statistics] = GroupStd()

@@ -210,10 +210,11 @@ class Config(Slot):
             found.append("sampling_rounds has no effect without algorithm.filter: dynamic_sampling")
         if self.algorithm.critic is None and "critic_optimizer" in meant:
             found.append("critic_optimizer has no effect without algorithm.critic")
-        if self.algorithm.supervision == "process":
+        judged = any(getattr(reward.use, "gives_steps", False) for reward in self.rewards)
+        if self.algorithm.supervision == "process" and not judged:
             found.append(
-                "algorithm.supervision: process learns from Rollout.step_rewards alone, and no reward function fills "
-                "them: only a loop of your own can (see examples/own_loop.py)"
+                "algorithm.supervision: process learns from the rewards of steps, and none of these rewards is known "
+                "to give them: add a process_reward_model, or return StepRewards from a function that says gives_steps"
             )
         kl = self.algorithm.kl
         if kl is not None and kl.to == "old" and self.updates_per_step == 1:

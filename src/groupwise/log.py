@@ -261,6 +261,7 @@ class RunLog:
                 "text": [r.text for r in rollouts],
                 "reward": [r.reward for r in rollouts],
                 **{f"reward/{name}": [r.rewards.get(name) for r in rollouts] for name in names},
+                **_steps(rollouts),
                 "advantage": [_first_advantage(r) for r in rollouts],
                 "valid": [r.valid for r in rollouts],
                 "problem": [r.problem for r in rollouts],
@@ -275,6 +276,12 @@ class RunLog:
         sink = pa.BufferOutputStream()
         pq.write_table(table, sink)
         _write_whole(self.folder / "rollouts" / f"step-{step:05d}.parquet", sink.getvalue().to_pybytes())
+
+
+def _steps(rollouts: Sequence[Rollout]) -> dict[str, list[list[dict[str, float]]]]:
+    """The column with the rewards of steps, where there are any."""
+    rewards = [[{"token": token, "reward": reward} for token, reward in r.step_rewards] for r in rollouts]
+    return {"step_rewards": rewards} if any(rewards) else {}
 
 
 def _first_advantage(rollout: Rollout) -> float | None:

@@ -32,25 +32,33 @@ WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin
 
 
 def load_model(
-    path: str | Path, *, dtype: torch.dtype, device: str | torch.device, gradient_checkpointing: bool = False
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    gradient_checkpointing: bool = False,
+    kind: Any = AutoModelForCausalLM,
 ) -> PreTrainedModel:
-    """A causal language model from a Hugging Face folder or hub id, without dropout.
+    """A model from a Hugging Face folder or hub id, by default a causal language model, without dropout.
 
     Args:
         path: a folder that `save_pretrained` wrote, or the id of a model on the Hugging Face hub.
         dtype: of the weights and the activations.
         device: where the weights are put.
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
+        kind: the transformers class that loads it, which decides its head.
 
     Raises:
-        ModelError: there is no such model, a part of it is missing, or it does not predict the next token.
+        ModelError: there is no such model, a part of it is missing, or it should predict the next token and does not.
     """
     config = _load_config(path)
+    if kind is AutoModelForCausalLM:
+        _require_causal(path, config)
     transformers_logging.disable_progress_bar()  # one bar per weight file says nothing that a user waits for
     # SDPA cannot cap attention logits (Gemma 2); transformers picks it all the same and fails in the forward pass.
     capped = getattr(_text(config), "attn_logit_softcapping", None) is not None
     try:
-        model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
+        model, info = cast(Any, kind).from_pretrained(
             _where(path),
             config=config,
             dtype=dtype,
@@ -80,11 +88,15 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """
     _require_folder(path)
     try:
-        return AutoTokenizer.from_pretrained(_where(path))
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(_where(path))
     except (OSError, ValueError) as error:
         raise ModelError(
             f"{path}: the tokenizer cannot be loaded: {error}; save one beside the model with tokenizer.save_pretrained"
         ) from error
+    # For some architectures transformers makes up a tokenizer without a vocabulary when there is none in the folder.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ModelError(f"{path}: has no tokenizer; save one beside the model with tokenizer.save_pretrained")
+    return tokenizer
 
 
 def save_model(base: str | Path, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
@@ -267,7 +279,6 @@ def _load_config(path: str | Path) -> Any:
             f"{path}: {looked}it cannot be read: {error}; give a folder that save_pretrained wrote, or the id of a "
             "model on huggingface.co that this machine can reach"
         ) from error
-    _require_causal(path, config)
     return config
 
 

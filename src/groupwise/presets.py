@@ -178,7 +178,8 @@ ABOUT = {
         "GRPO, process supervision", "2402.03300",
         "each reasoning step has a reward; a token gets the steps still to end",
         "One reward for a long completion does not say which step earned it.",
-        "With a reward for every step (`Rollout.step_rewards`). A completion with more steps has larger advantages.",
+        "With rewards of steps: `process_reward_model`, or a function that returns `StepRewards`. A completion with "
+        "more steps has larger advantages.",
     ),
     "grpo_r1": About(
         "GRPO of DeepSeek-R1", "2501.12948", "GRPO with almost no clipping and a weak KL",

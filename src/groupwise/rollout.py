@@ -52,7 +52,7 @@ def play(
         for group, row in enumerate(rows)
         for completion in groups[group]
     ]
-    return score(rollouts, task.rewards, task.prompt_of)
+    return score(rollouts, task.rewards, task.prompt_of, chat.token_at)
 
 
 def _rollout(prompt: Ints, completion: Completion, group: int, row: Row, chat: Chat) -> Rollout:

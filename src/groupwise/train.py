@@ -19,9 +19,10 @@ from groupwise import checkpoint
 from groupwise.algorithms import Algorithm, zero_variance
 from groupwise.chat import Chat
 from groupwise.config import Config, Data, Engine
+from groupwise.devices import find_device
 from groupwise.engines import Critic, Learner, Sampler, Sampling
 from groupwise.engines.local import LocalSampler, load_policy, local_engine
-from groupwise.errors import ConfigError, DataError, RewardError
+from groupwise.errors import DataError, RewardError
 from groupwise.evaluate import Scores, evaluate
 from groupwise.log import RunLog, new_folder
 from groupwise.model import save_model
@@ -326,15 +327,4 @@ def device_of(engine: Engine) -> torch.device:
     """
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
-    name = engine.device
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"engine.device: {name}; no such device; accepted: auto, cpu, cuda, cuda:0, ...") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"engine.device: {name}; torch sees {torch.cuda.device_count()} CUDA devices here; use auto or cpu"
-        )
-    return device
+    return find_device(engine.device, "engine.device")

@@ -7,10 +7,14 @@ from groupwise.rewards.calls import RewardFunction
 from groupwise.rewards.code import Code
 from groupwise.rewards.format import Format
 from groupwise.rewards.json_schema import JsonSchema
+from groupwise.rewards.judge import Judge, ScoreField, ScorePattern
 from groupwise.rewards.math import MathAnswer
+from groupwise.rewards.process import NextToken, ProcessRewardModel, TokenClassifier
 from groupwise.rewards.prose import Repetition, Script
 from groupwise.rewards.reward import Reward, RewardLike, Rewards, as_rewards
+from groupwise.rewards.reward_model import RewardModel
 from groupwise.rewards.scoring import PASSED, check_rewards, grades, score
+from groupwise.rewards.steps import StepRewards
 from groupwise.rewards.workers import workers_end
 
 __all__ = [
@@ -19,15 +23,23 @@ __all__ = [
     "ExactMatch",
     "Format",
     "JsonSchema",
+    "Judge",
     "MathAnswer",
     "MultipleChoice",
+    "NextToken",
+    "ProcessRewardModel",
     "RegexMatch",
     "Repetition",
     "Reward",
     "RewardFunction",
     "RewardLike",
+    "RewardModel",
     "Rewards",
+    "ScoreField",
+    "ScorePattern",
     "Script",
+    "StepRewards",
+    "TokenClassifier",
     "as_rewards",
     "check_rewards",
     "grades",

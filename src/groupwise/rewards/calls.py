@@ -1,8 +1,10 @@
 """Calling a reward function: the two signatures, and reading what comes back.
 
-Ours is `f(rollout) -> float`.  TRL's is `f(prompts, completions, **columns) -> list[float | None]`, one entry per
-completion.  Either may be `async`.  Whatever goes wrong in a call is data about its samples: a verdict with a cause.
-This runs in the trainer's process and in workers (`workers.py`) alike, so it imports no torch.
+Ours is `f(rollout) -> float | StepRewards`.  TRL's is `f(prompts, completions, **columns) -> list[float | None]`, one
+entry per completion.  Either may be `async`.  Whatever goes wrong in a call is data about its samples: a verdict with a
+cause.  This runs in the trainer's process and in workers (`workers.py`) alike, so it imports no torch.
+
+A built-in that holds a model or connections judges all rollouts of a step `Together`, in the trainer's process.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from groupwise.chat import Prompt
 from groupwise.errors import GroupwiseError, RewardError, did_you_mean
 from groupwise.records import Rollout
+from groupwise.rewards.steps import StepRewards
 
 RewardFunction = Callable[..., Any]
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -40,6 +43,27 @@ class Verdict:
     """Why there is no trustworthy value; empty when it is fine, or withheld on purpose."""
     cause: Cause = ""
     """The kind of problem: it raised, took too long, took its process down, or returned what is no number."""
+    steps: Sequence[tuple[int, float]] = ()
+    """The rewards of its steps, where the function gives some; see `StepRewards.steps`."""
+
+
+@runtime_checkable
+class Together(Protocol):
+    """A reward that stays in the trainer's process and judges all rollouts of a step in one call."""
+
+    in_process: ClassVar[bool]
+
+    def prepare(self, prompts: Mapping[int, Prompt]) -> None:
+        """Load what it needs, before anything is sampled; `prompts` are all of them, by their row in the data.
+
+        Raises:
+            GroupwiseError: it cannot be loaded, or a prompt cannot be judged.
+        """
+        ...
+
+    def __call__(self, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]) -> list[Verdict]:
+        """A verdict on each rollout; `prompts` are aligned with `rollouts`."""
+        ...
 
 
 def failed(cause: Cause, problem: str) -> Verdict:
@@ -83,11 +107,13 @@ def call(
     """
     columns = takes_columns(name, function)
     try:
+        if isinstance(function, Together):
+            return function(rollouts, prompts)
         if columns:
             return _listed(_finished(function(**_arguments(function, rollouts, prompts)), run), len(rollouts))
         if is_async(function):
             return run(_ask_each(function, rollouts, seconds))
-        return [_read(_finished(function(rollout), run)) for rollout in rollouts]
+        return [_read(_finished(function(rollout), run), rollout) for rollout in rollouts]
     except GroupwiseError:
         raise
     except (Exception, SystemExit) as error:
@@ -100,7 +126,7 @@ def is_together(name: str, function: RewardFunction) -> bool:
     Raises:
         RewardError: the signature is neither.
     """
-    return takes_columns(name, function) or is_async(function)
+    return isinstance(function, Together) or takes_columns(name, function) or is_async(function)
 
 
 def is_async(function: RewardFunction) -> bool:
@@ -114,6 +140,8 @@ def takes_columns(name: str, function: RewardFunction) -> bool:
     Raises:
         RewardError: it has neither.
     """
+    if isinstance(function, Together):
+        return False
     try:
         signature = inspect.signature(function)
     except ValueError as error:
@@ -169,7 +197,7 @@ async def _ask_each(function: RewardFunction, rollouts: Sequence[Rollout], secon
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
-                return _read(await function(rollout))
+                return _read(await function(rollout), rollout)
         except GroupwiseError:
             raise
         except (Exception, SystemExit) as error:
@@ -220,7 +248,9 @@ def _plain(value: Any) -> Any:
     return value.tolist() if callable(getattr(value, "tolist", None)) else value
 
 
-def _read(returned: Any) -> Verdict:
+def _read(returned: Any, rollout: Rollout) -> Verdict:
+    if isinstance(returned, StepRewards):
+        return _judged_steps(returned, rollout.text)
     value = _plain(returned)
     if not isinstance(value, int | float):
         return failed("returned", f"returned {_described(returned)} (accepted: one number for f(rollout))")
@@ -251,6 +281,12 @@ def _judged(value: float) -> Verdict:
     except OverflowError:  # an int may be larger than any float
         number = math.inf
     return Verdict(number) if math.isfinite(number) else failed("returned", f"returned {number}")
+
+
+def _judged_steps(said: StepRewards, text: str) -> Verdict:
+    if problem := said.problem(text):
+        return failed("returned", f"returned StepRewards in which {problem}")
+    return Verdict(said.value, steps=said.steps)
 
 
 def _described(value: Any) -> str:

@@ -19,11 +19,15 @@ from groupwise.rewards.calls import RewardFunction
 from groupwise.rewards.code import Code
 from groupwise.rewards.format import Format
 from groupwise.rewards.json_schema import JsonSchema
+from groupwise.rewards.judge import Judge
 from groupwise.rewards.math import MathAnswer
+from groupwise.rewards.process import ProcessRewardModel
 from groupwise.rewards.prose import Repetition, Script
+from groupwise.rewards.reward_model import RewardModel
 from groupwise.slots import OneOf, Slot
 
-BuiltIn = OneOf(MathAnswer, ExactMatch, RegexMatch, MultipleChoice, JsonSchema, Code, Format, Repetition, Script)
+RULES = (MathAnswer, ExactMatch, RegexMatch, MultipleChoice, JsonSchema, Code, Format, Repetition, Script)
+BuiltIn = OneOf(*RULES, RewardModel, ProcessRewardModel, Judge)
 CALL_SECONDS = 10.0
 """How long a call may take where nothing says otherwise."""
 

@@ -12,13 +12,15 @@ import numpy as np
 from groupwise.chat import Prompt
 from groupwise.errors import RewardError, did_you_mean
 from groupwise.records import Rollout
-from groupwise.rewards.calls import Verdict, check_columns
+from groupwise.rewards.calls import Together, Verdict, check_columns
 from groupwise.rewards.questions import Question
 from groupwise.rewards.reward import Reward
 from groupwise.rewards.workers import ask, load
 
 PromptOf = Callable[[Mapping[str, Any]], Prompt]
 """From a dataset row to the prompt that was made of it."""
+TokenAt = Callable[[Rollout, int], int]
+"""From a number of characters of a rollout's text to the index of the token that says the last of them."""
 
 
 PASSED = 0.5
@@ -27,13 +29,18 @@ CHOICE = "reward"
 """The column by which a row chooses its rewards."""
 
 
-def score(rollouts: Sequence[Rollout], rewards: Sequence[Reward], prompt_of: PromptOf) -> list[Rollout]:
-    """The rollouts with `rewards`, `reward_weights` and `reward` (the weighted sum, in float64).
+def score(
+    rollouts: Sequence[Rollout], rewards: Sequence[Reward], prompt_of: PromptOf, token_at: TokenAt | None = None
+) -> list[Rollout]:
+    """The rollouts with `rewards`, `reward_weights` and `reward` (the weighted sum, in float64), and `step_rewards`.
 
     A reward that raises, takes too long, takes its worker down or returns what is no finite number makes its rollout
     not valid: `problem` says why, `faults` which kind it was, and both its value and `reward` are nan, never 0.  None
     in TRL's list is no opinion, and so is a row that chooses other rewards: it is nan in `rewards` and left out of the
     sum; a rollout on which every reward has none is not valid.
+
+    Where a reward judges steps, so do all: `step_rewards` has, by token, the weighted sum of what they say of the step
+    that ends there, and a reward of the whole completion counts at its last token.  Only this needs `token_at`.
 
     Raises:
         RewardError: a reward cannot be loaded in a worker, or stopped the run on purpose.
@@ -51,7 +58,7 @@ def score(rollouts: Sequence[Rollout], rewards: Sequence[Reward], prompt_of: Pro
         waiting = [reward for reward in waiting if reward.title not in said]
     weights = {reward.title: reward.weight for reward in rewards}
     return [
-        _summed(rollout, {reward.title: said[reward.title][index] for reward in rewards}, weights)
+        _summed(rollout, {reward.title: said[reward.title][index] for reward in rewards}, weights, token_at)
         for index, rollout in enumerate(rollouts)
     ]
 
@@ -90,7 +97,9 @@ def chosen(row: Mapping[str, Any]) -> Sequence[str]:
     return [name for name in names if isinstance(name, str)]
 
 
-def _summed(rollout: Rollout, said: Mapping[str, Verdict], weights: Mapping[str, float]) -> Rollout:
+def _summed(
+    rollout: Rollout, said: Mapping[str, Verdict], weights: Mapping[str, float], token_at: TokenAt | None
+) -> Rollout:
     problems = [f"rewards.{title}: {verdict.problem}" for title, verdict in said.items() if verdict.problem]
     values = {title: verdict.value for title, verdict in said.items()}
     given = {title: value for title, value in values.items() if not math.isnan(value)}
@@ -104,7 +113,23 @@ def _summed(rollout: Rollout, said: Mapping[str, Verdict], weights: Mapping[str,
         valid=not problems,
         problem="; ".join(problems),
         faults={title: verdict.cause for title, verdict in said.items() if verdict.cause},
+        step_rewards=() if problems else _by_token(rollout, said, weights, token_at),
     )
+
+
+def _by_token(
+    rollout: Rollout, said: Mapping[str, Verdict], weights: Mapping[str, float], token_at: TokenAt | None
+) -> tuple[tuple[int, float], ...]:
+    if not any(verdict.steps for verdict in said.values()):
+        return ()
+    assert token_at is not None, "whoever scores steps knows the tokens"
+    sums: dict[int, float] = {}
+    for title, verdict in said.items():
+        whole = [] if math.isnan(verdict.value) else [(len(rollout.text), verdict.value)]
+        for end, value in verdict.steps or whole:
+            token = token_at(rollout, end)
+            sums[token] = sums.get(token, 0.0) + weights[title] * value
+    return tuple(sorted(sums.items()))
 
 
 def check_rewards(rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]], prompt_of: PromptOf) -> None:
@@ -115,6 +140,7 @@ def check_rewards(rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]], 
     row has the column it reads (or `answer`), else the empty text.
 
     Raises:
+        GroupwiseError: what a reward needs cannot be loaded.
         RewardError: a row names a reward that there is not, a column is missing, a function cannot be loaded in a
             worker, or the trial brought anything but a finite number (or None).
     """
@@ -123,6 +149,8 @@ def check_rewards(rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]], 
     for reward, own in zip(rewards, graded, strict=True):
         if own:
             check_columns(reward.title, reward.use, own)
+        if isinstance(reward.use, Together):
+            reward.use.prepare({place: prompt_of(row) for place, row in own.items()})
     load(rewards)
     for reward, own in zip(rewards, graded, strict=True):
         if own and reward.trial:
