@@ -35,10 +35,10 @@ from groupwise.model import (
     check_tokenizer,
     context_length,
     load_model,
-    load_tokenizer,
     save_model,
     stop_token_ids,
 )
+from groupwise.model_files import load_tokenizer
 
 
 @pytest.mark.parametrize(
