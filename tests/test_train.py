@@ -348,9 +348,11 @@ def test_a_run_that_died_continues_as_if_it_had_not(
     assert [path.name for path in complete(folder)] == ["step-00003", "step-00006"]
 
 
-def test_resuming_a_finished_run_changes_nothing(straight: Run, toys: Path, tmp_path: Path) -> None:
+def test_resuming_a_finished_run_changes_nothing_and_says_so(straight: Run, toys: Path, tmp_path: Path) -> None:
     folder = quietly(full_config(toys, tmp_path / "run")).folder
-    run = quietly(Config.load(folder / "config.yaml"), resume=folder)
+    console, screen = terminal()
+    run = train(Config.load(folder / "config.yaml"), resume=folder, console=console)
+    assert "warning: all 6 steps are done already, so nothing is trained" in screen.getvalue()
     assert straight.after is not None
     assert run.after is not None
     assert run.after.headline == straight.after.headline

@@ -246,6 +246,9 @@ def train(
         parts.sampler.load(parts.learner.weights(), version=start)
         log.rewind(start)
         log.say(f"continuing {folder} after step {start}")
+        if start >= config.steps:
+            another = f"--model {folder / 'model'} starts another run from here"
+            log.warn(f"all {config.steps} steps are done already, so nothing is trained; {another}")
     else:
         (folder / "config.yaml").write_text(config.to_yaml())
         log.say(f"run folder: {folder}")
