@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from groupwise import algorithms
 from groupwise.chat import Chat
-from groupwise.config import Config
+from groupwise.config import Config, Evaluation
 from groupwise.errors import CheckpointError, ConfigError, Findings
 from groupwise.model import check_tokenizer, context_length, sketch, stop_token_ids
 from groupwise.model_files import check_weights, load_tokenizer
@@ -192,13 +192,18 @@ def data_cautions(config: Config, task: Task, held_out: Task | None) -> Iterator
 
 def cautions(config: Config) -> list[str]:
     """What will run, but is rarely meant or has no effect."""
-    return [text for applies, text in (*algorithms.cautions(config.algorithm), *_without_effect(config)) if applies]
+    found = (
+        *algorithms.cautions(config.algorithm),
+        *_without_effect(config),
+        *_evaluation_without_effect(config.evaluation),
+    )
+    return [text for applies, text in found if applies]
 
 
 def _without_effect(config: Config) -> Iterator[tuple[bool, str]]:
     # What a run wrote down has every setting, so that one was set does not yet mean that it was meant.
     meant = _changed(config)
-    algorithm, evaluation, updates = config.algorithm, config.evaluation, config.steps * config.updates_per_step
+    algorithm, updates = config.algorithm, config.steps * config.updates_per_step
     yield (
         algorithm.filter != "dynamic_sampling" and "sampling_rounds" in meant,
         "sampling_rounds has no effect without algorithm.filter: dynamic_sampling",
@@ -235,21 +240,11 @@ def _without_effect(config: Config) -> Iterator[tuple[bool, str]]:
         "and such a group teaches nothing",
     )
     yield (
-        evaluation.samples > 1 and evaluation.temperature == 0,
-        "evaluation.samples has no effect at evaluation.temperature: 0: all answers are the same",
-    )
-    yield (
-        evaluation.temperature == 0 and bool({"top_p", "top_k"} & _changed(evaluation)),
-        "evaluation.top_p and evaluation.top_k have no effect at evaluation.temperature: 0",
-    )
-    yield (
         config.engine.dtype == "bfloat16",
         "engine.dtype: bfloat16 holds the weights themselves in bfloat16: small optimizer steps round away "
         "(1e-6 nearly always); use float32 unless memory forbids",
     )
-    for name in sorted(_changed(evaluation) - {"data"}) if evaluation.data is None else ():
-        yield True, f"evaluation.{name} has no effect without evaluation.data"
-    for path, every in (("evaluation.every", evaluation.every), ("checkpoint.every", config.checkpoint.every)):
+    for path, every in (("evaluation.every", config.evaluation.every), ("checkpoint.every", config.checkpoint.every)):
         yield every > config.steps, f"{path}: {every} is never reached in steps: {config.steps}; only the end counts"
     yield (
         config.checkpoint.every == 0 and "keep_last" in _changed(config.checkpoint),
@@ -260,6 +255,19 @@ def _without_effect(config: Config) -> Iterator[tuple[bool, str]]:
         f"optimizer.warmup_updates: {config.optimizer.warmup_updates} is more than the run's {updates} updates: "
         "the learning rate never reaches its peak",
     )
+
+
+def _evaluation_without_effect(evaluation: Evaluation) -> Iterator[tuple[bool, str]]:
+    yield (
+        evaluation.samples > 1 and evaluation.temperature == 0,
+        "evaluation.samples has no effect at evaluation.temperature: 0: all answers are the same",
+    )
+    yield (
+        evaluation.temperature == 0 and bool({"top_p", "top_k"} & _changed(evaluation)),
+        "evaluation.top_p and evaluation.top_k have no effect at evaluation.temperature: 0",
+    )
+    for name in sorted(_changed(evaluation) - {"data"}) if evaluation.data is None else ():
+        yield True, f"evaluation.{name} has no effect without evaluation.data"
 
 
 def _changed(slot: Slot) -> set[str]:
