@@ -34,6 +34,7 @@ bench: $(READY) ## measure and rewrite docs/benchmarks.md (half an hour; keep th
 docs: $(READY) ## regenerate the generated pages
 	$(BIN)/python tools/docs.py
 	$(BIN)/python tools/answer_pairs.py
+	$(BIN)/python tools/errors.py
 
 # constraints.txt holds the exact version of everything, so nothing is upgraded that need not be. The stamp is written
 # last: an installation that was cut short is done again.

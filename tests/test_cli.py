@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from texts import byte_tokenizer
-from toys import metrics, toy_folder, toy_rows
+from toys import metrics, toy_folder
+from workplace import TINY, training, workplace
 
 from groupwise import cli
 from groupwise.arithmetic import Recipe, build_base_model
@@ -23,40 +24,6 @@ from groupwise.engines.local import LocalSampler
 from groupwise.log import RunLog
 
 SRC = Path(__file__).parents[1] / "src"
-REWARDS = """
-import math
-
-def low(rollout):
-    return float(rollout.text.split()[:1] in [[f"w{i}"] for i in range(2, 20)])
-
-def in_a_batch(prompts, completions, answer, **columns):
-    return [float(answer[i] in completions[i]) for i in range(len(completions))]
-
-def too_many(prompts, completions, **columns):
-    return [1.0] * (len(completions) + 1)
-
-def dictionary(rollout):
-    return {"score": 1.0}
-
-def raises(rollout):
-    return 1 / 0
-
-def not_a_number(rollout):
-    return math.nan
-
-def infinite(prompts, completions, **columns):
-    return [math.inf for _ in completions]
-
-def nothing(rollout):
-    return None
-
-def mistaken(a, b):
-    return 1.0
-
-def needs_solution(prompts, completions, solution):
-    return [0.0] * len(completions)
-"""
-TINY = ["sampling.max_tokens=4", "steps=2", "prompts_per_step=4", "group_size=4", "optimizer.learning_rate=1e-2"]
 
 
 class Outcome(NamedTuple):
@@ -77,12 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory: model/, rows.jsonl, mine.py and run.yaml."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").symlink_to(model)
-    toy_rows(tmp_path / "rows.jsonl")
-    (tmp_path / "mine.py").write_text(REWARDS)
-    run = {"model": "model", "data": {"path": "rows.jsonl"}, "rewards": ["mine.py:low"], "steps": 2}
-    run |= {"prompts_per_step": 4, "group_size": 4, "sampling": {"max_tokens": 4}, "output": "run"}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    workplace(tmp_path, model)
     return tmp_path
 
 
@@ -99,18 +61,6 @@ def groupwise(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         return Outcome(int(exit.value.code or 0), captured.out, captured.err)
 
     return run
-
-
-@pytest.fixture
-def no_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sample(*arguments: Any) -> Any:
-        raise AssertionError("something was sampled")
-
-    monkeypatch.setattr(LocalSampler, "sample", sample)
-
-
-def training(data: str = "rows.jsonl", reward: str = "mine.py:low", model: str = "model") -> list[str]:
-    return ["train", "--model", model, "--data", data, "--reward", reward, *TINY]
 
 
 def last_json(outcome: Outcome) -> dict[str, Any]:
@@ -358,211 +308,7 @@ def test_the_quickstart_compares_before_and_after(groupwise: Groupwise) -> None:
     assert "evaluation.data: null; the quickstart compares before and after" in refused.err
 
 
-# ---------------------------------------------------------------------------------------- mistakes, before any sampling
-
-
-def a_file(name: str, content: str) -> Callable[[], None]:
-    return lambda: Path(name).write_text(content) and None
-
-
-def some_rows(name: str, row: Any) -> Callable[[], None]:
-    return lambda: toy_rows(Path(name), [row] * 20) and None
-
-
-def a_used_folder() -> None:
-    Path("used").mkdir()
-    Path("used/config.yaml").write_text("model: x")
-
-
-MESSAGES = [{"role": "user", "content": "w5"}]
-TRIED = (
-    r"when tried on rows[0] with the completion '\\boxed{w5}', before any sampling; accepted: a finite number for any"
-)
-MISTAKES: dict[str, tuple[list[str], list[str], Callable[[], None] | None]] = {
-    # name: (arguments, what the message has to say, what has to be there)
-    "a typo in a key": (
-        [*training(), "optimizer.lerning_rate=1"],
-        ["optimizer.lerning_rate: no such setting (did you mean learning_rate?); accepted: learning_rate, betas"],
-        None,
-    ),
-    "a typo inside the algorithm": (
-        [*training(), "algorithm.surrogate.clip_hihg=1"],
-        ["algorithm.surrogate.clip_hihg: no such setting (did you mean high?); accepted: type, low, high"],
-        None,
-    ),
-    "a typo in the run file": (
-        ["train", "typo.yaml"],
-        [
-            "stepz: no such setting (did you mean steps?)",
-            "model: missing; set model: Folder or hub id",
-            "data: missing",
-        ],
-        a_file("typo.yaml", "stepz: 3"),
-    ),
-    "a value that is no YAML": ([*training(), "steps=["], ["steps: '[' is not valid YAML"], None),
-    "a wrong value": ([*training(), "steps=0"], ["steps: 0; input should be greater than or equal to 1"], None),
-    "a missing run file": (["train", "no.yaml"], ["no.yaml: no such run file; write one, or give settings as"], None),
-    "two run files": (["train", "run.yaml", "b.yaml"], ["b.yaml: a second run file; pass one"], None),
-    "nothing at all": (["train"], ["model: missing", "data: missing; set data: The prompts", "rewards: missing"], None),
-    "a missing prompt column": (
-        training(data="other.jsonl"),
-        [
-            "data.prompt_column: rows[0] has no column 'prompt' (did you mean prompts?); columns: prompts, answer; ",
-            "set",
-        ],
-        some_rows("other.jsonl", {"prompts": "w3", "answer": "w4"}),
-    ),
-    "a missing column of a built-in reward": (
-        training(data="other.jsonl", reward="math_answer"),
-        ["rewards.math_answer: needs the column 'answer', which no row has (did you mean answers?); columns: prompt,"],
-        some_rows("other.jsonl", {"prompt": "w3", "answers": "w4"}),
-    ),
-    "a missing column of a reward with TRL's signature": (
-        training(reward="mine.py:needs_solution"),
-        ["rewards.needs_solution: needs the column 'solution', which no row has; columns: prompt, answer; rename"],
-        None,
-    ),
-    "a model folder that is not there": (
-        training(model="./modle"),
-        ["./modle: looked for a folder ", "/modle, but there is no such folder; give a folder that save_pretrained"],
-        None,
-    ),
-    "a model that is neither a folder nor on the hub": (
-        training(model="modle"),
-        ["modle: looked for a folder ", "/modle, no such folder; as a hub id it cannot be read", "; give a folder"],
-        None,
-    ),
-    "an empty dataset": (
-        training(data="empty.jsonl"),
-        ["data.path: empty.jsonl: it has no rows; accepted: at least one row with a prompt"],
-        a_file("empty.jsonl", "\n"),
-    ),
-    "a dataset that is not there": (
-        training(data="row.jsonl"),
-        ["data.path: row.jsonl: no such file (did you mean rows.jsonl?); accepted: a .jsonl", "or a Hub id such as"],
-        None,
-    ),
-    "a dataset that is no text": (
-        training(data="latin.jsonl"),
-        ["data.path: latin.jsonl: not UTF-8: ", "; save it as UTF-8"],
-        lambda: Path("latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1")) and None,
-    ),
-    "a prompt longer than the context": (
-        training(data="long.jsonl"),
-        [
-            "data.long_prompts: 20 of 20 prompts are too long: rows[0] has 70 tokens, and with sampling.max_tokens 4 "
-            "passes the model's context of 64; shorten them, lower sampling.max_tokens, take a model with a longer"
-        ],
-        some_rows("long.jsonl", {"prompt": "w3 " * 70}),
-    ),
-    "a group of one": (
-        [*training(), "group_size=1"],
-        ["group_size: 1; a group of one has no baseline to beat: use 2 or more (8 is a good start), or an algorithm"],
-        None,
-    ),
-    "fewer prompts than a step": (
-        [*training(), "prompts_per_step=33"],
-        ["data: 32 rows cannot fill a step of prompts_per_step 33; set prompts_per_step to at most 32, or add rows"],
-        None,
-    ),
-    "messages without a chat template": (
-        training(data="chat.jsonl"),
-        [
-            "model: its tokenizer has no chat template, so a prompt cannot be a list of messages; accepted: prompts "
-            "that are strings, or a tokenizer with a template (add chat_template.jinja"
-        ],
-        some_rows("chat.jsonl", {"prompt": MESSAGES}),
-    ),
-    "a run folder in use": (
-        [*training(), "output=used"],
-        ["used: holds a run already; continue it with `groupwise train --resume used`, or choose another folder with"],
-        a_used_folder,
-    ),
-    "an unknown reward": (
-        training(reward="math_answr"),
-        ["rewards[0].use: 'math_answr'; no such choice (did you mean math_answer?); accepted: math_answer, "],
-        None,
-    ),
-    "an unknown reward function": (
-        training(reward="mine.py:lo"),
-        ["rewards[0].use: 'mine.py:lo'; mine.py has no function lo (did you mean low?)"],
-        None,
-    ),
-    "a reward in a file that is not there": (
-        training(reward="yours.py:low"),
-        ["yours.py:low cannot be imported: no such file; write package.module:function or folder/file.py:function"],
-        None,
-    ),
-    "a reward in a file that is not Python": (
-        training(reward="broken.py:low"),
-        ["broken.py:low cannot be imported: ", "(broken.py, line 1); write package.module:function"],
-        a_file("broken.py", "def low(:\n"),
-    ),
-    "a reward with another signature": (
-        training(reward="mine.py:mistaken"),
-        ["rewards.mistaken: its signature is (a, b); accepted: f(rollout) -> float, or f(prompts, completions, **col"],
-        None,
-    ),
-    "a reward that returns the wrong length": (
-        training(reward="mine.py:too_many"),
-        ["rewards.too_many: returned 2 values for 1 completions; accepted: a list of 1 numbers, one per completion"],
-        None,
-    ),
-    "a reward that returns a dict": (
-        training(reward="mine.py:dictionary"),
-        ["rewards.dictionary: returned the dict {'score': 1.0}; accepted: one number for f(rollout)"],
-        None,
-    ),
-    "a reward that returns nothing": (
-        training(reward="mine.py:nothing"),
-        ["rewards.nothing: returned None; accepted: one number for f(rollout)"],
-        None,
-    ),
-    "a reward that raises": (
-        training(reward="mine.py:raises"),
-        ["rewards.raises: raised ZeroDivisionError: division by zero (mine.py:17) " + TRIED, "set `trial: false`"],
-        None,
-    ),
-    "a reward that returns nan": (
-        training(reward="mine.py:not_a_number"),
-        ["rewards.not_a_number: returned nan " + TRIED, "set `trial: false` on rewards.not_a_number"],
-        None,
-    ),
-    "a reward that returns inf": (
-        training(reward="mine.py:infinite"),
-        ["rewards.infinite: returned inf " + TRIED, "set `trial: false` on rewards.infinite"],
-        None,
-    ),
-    "an unknown algorithm": (
-        [*training(), "--algorithm", "dap"],
-        ["algorithm: 'dap'; no such algorithm (did you mean dapo?); accepted: grpo, "],
-        None,
-    ),
-    "a device that is not there": (
-        [*training(), "engine.device=cuda:99"],
-        ["engine.device: cuda:99; torch sees ", "use auto or cpu"],
-        None,
-    ),
-}
-
-
-@pytest.mark.usefixtures("no_sampling")
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_gives_one_clear_message_before_any_sampling(mistake: str, groupwise: Groupwise) -> None:
-    arguments, said, prepare = MISTAKES[mistake]
-    if prepare is not None:
-        prepare()
-    before = sorted(Path().rglob("*"))
-    refused = groupwise(*arguments)
-    assert refused.code == 2
-    assert refused.out == ""
-    assert refused.err.startswith("groupwise: ")
-    assert refused.err.count("groupwise: ") == 1
-    assert "Traceback" not in refused.err
-    for text in said:
-        assert text in refused.err
-    left = [path for path in sorted(Path().rglob("*")) if "__pycache__" not in path.parts]
-    assert left == before, "a refused run leaves nothing"
+# ------------------------------------------------------------------------------------------------------------- mistakes
 
 
 def test_a_traceback_is_shown_on_demand(groupwise: Groupwise) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from groupwise.checks import cautions
 from groupwise.config import Config, read_yaml, reference
 from groupwise.errors import ConfigError
 from groupwise.losses import Cispo, Clip
@@ -69,10 +70,10 @@ def test_a_file_that_fails_to_load_is_the_users_to_mend(tmp_path: Path, code: st
 
 def test_what_has_no_effect_is_said() -> None:
     kimi = Config.parse({**TREE, "algorithm": "kimi_k15"})
-    assert any("algorithm.kl.to: old" in caution for caution in kimi.cautions())
-    assert not Config.parse({**TREE, "algorithm": "kimi_k15", "updates_per_step": 2}).cautions()
+    assert any("algorithm.kl.to: old" in caution for caution in cautions(kimi))
+    assert not cautions(Config.parse({**TREE, "algorithm": "kimi_k15", "updates_per_step": 2}))
     several = Config.parse({**TREE, "evaluation": {"data": {"path": "x"}, "samples": 4}})
-    assert any("evaluation.samples" in caution for caution in several.cautions())
+    assert any("evaluation.samples" in caution for caution in cautions(several))
 
 
 def test_a_group_of_one_needs_a_baseline_from_elsewhere_and_no_spread_of_its_own() -> None:
@@ -145,7 +146,7 @@ def test_a_missing_or_broken_run_file_is_named(tmp_path: Path) -> None:
 
 def test_settings_without_effect_are_said() -> None:
     config = Config.parse({**TREE, "sampling_rounds": 2, "evaluation": {"every": 5}})
-    assert [caution.split(" ")[0] for caution in config.cautions()] == ["sampling_rounds", "evaluation.every"]
+    assert [caution.split(" ")[0] for caution in cautions(config)] == ["sampling_rounds", "evaluation.every"]
 
 
 def test_every_setting_is_documented() -> None:

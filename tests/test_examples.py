@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from groupwise.arithmetic import Recipe, build_base_model, problems
+from groupwise.checks import cautions
 from groupwise.config import Config
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -65,7 +66,7 @@ def test_a_run_file_means_something_and_nothing_in_it_is_without_effect(
 ) -> None:
     monkeypatch.chdir(left)
     config = Config.load(file)
-    assert config.cautions() == []
+    assert cautions(config) == []
     assert Config.parse(yaml.safe_load(config.to_yaml())) == config
     assert Path(config.model).is_dir()
     assert Path(config.data.path).is_file()

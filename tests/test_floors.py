@@ -15,13 +15,13 @@ import pytest
 SRC = Path(__file__).parents[1] / "src" / "groupwise"
 
 FLOORS = (
-    {"errors", "records", "seeding", "slots", "devices"},
-    {"advantages", "shaping", "weights", "losses", "penalties", "model", "head"}
+    {"errors", "records", "seeding", "slots", "devices", "hub"},
+    {"advantages", "shaping", "weights", "losses", "penalties", "model", "model_files", "resources", "head"}
     | {"folding", "lean", "decoding", "drawing", "packing"},
     {"algorithms", "presets", "chat", "engines"},
     {"rollout", "tasks", "rewards"}
     | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
-    {"train", "evaluate", "checkpoint", "report", "log", "config", "explain"},
+    {"train", "checks", "evaluate", "checkpoint", "report", "log", "config", "explain"},
     {"cli", "quickstart", "arithmetic"}
     | {"foreign", "foreign.roll", "foreign.roll_algorithm", "foreign.trl", "foreign.trl_algorithm", "foreign.cli"},
 )
@@ -40,11 +40,13 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "engines.critic": {"engines.steps"},
     "engines.local": {"engines.steps", "engines.critic"},
     "packing": {"model"},
+    "model": {"model_files"},
     "presets": {"algorithms"},
     "tasks": {"rewards"},
     "rollout": {"tasks", "rewards"},
     "log": {"evaluate"},
-    "train": {"config", "checkpoint", "evaluate", "log"},
+    "checks": {"config"},
+    "train": {"config", "checks", "checkpoint", "evaluate", "log"},
     "quickstart": {"arithmetic"},
     "foreign.roll_algorithm": {"foreign"},
     "foreign.roll": {"foreign", "foreign.roll_algorithm"},
@@ -60,6 +62,7 @@ ENGINES_MAY_IMPORT = {
     "engines",
     "model",
     "head",
+    "model_files",
     "lean",
     "decoding",
     "packing",

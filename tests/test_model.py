@@ -35,10 +35,10 @@ from groupwise.model import (
     check_tokenizer,
     context_length,
     load_model,
-    load_tokenizer,
     save_model,
     stop_token_ids,
 )
+from groupwise.model_files import load_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_folder_without_config_weights_or_tokenizer_says_which(tmp_path: Path)
     with pytest.raises(ModelError, match="no weights"):
         load_model(tmp_path, dtype=torch.float32, device="cpu")
     tiny_model("qwen3").save_pretrained(tmp_path / "qwen3")
-    with pytest.raises(ModelError, match="has no tokenizer"):
+    with pytest.raises(ModelError, match="it has no tokens"):
         load_tokenizer(tmp_path / "qwen3")
 
 

@@ -23,6 +23,7 @@ from toys import metrics, sampled, terminal, toy_config, toy_folder, toy_rows
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 from groupwise.chat import Chat
+from groupwise.checks import cautions
 from groupwise.errors import ModelError, RewardError
 from groupwise.presets import PRESETS
 from groupwise.records import Rollout
@@ -361,5 +362,5 @@ def test_process_supervision_by_functions_that_do_not_judge_steps_is_said(toys: 
         ([process(toys)], False),
         (["exact_match", process(toys)], False),
     ):
-        found = toy_config(toys, algorithm="grpo_process", rewards=rewards).cautions()
+        found = cautions(toy_config(toys, algorithm="grpo_process", rewards=rewards))
         assert any(said in caution for caution in found) == expected

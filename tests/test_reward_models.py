@@ -16,10 +16,11 @@ from texts import CHATML, byte_tokenizer
 from toys import metrics, toy_config, toy_folder, toy_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from groupwise import model as loading
 from groupwise.config import Config
 from groupwise.errors import GroupwiseError, ModelError, RewardError
 from groupwise.records import Rollout
-from groupwise.rewards import NextToken, RewardModel, as_rewards, check_rewards, learned, score
+from groupwise.rewards import NextToken, RewardModel, as_rewards, check_rewards, score
 from groupwise.train import train
 
 TEXTS = (
@@ -114,8 +115,8 @@ def test_without_a_chat_template_it_reads_plain_text(tmp_path: Path) -> None:
 
 def test_it_is_loaded_once_and_when_it_is_first_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[Any] = []
-    load = learned.load_model
-    monkeypatch.setattr(learned, "load_model", lambda *given, **named: loads.append(given) or load(*given, **named))
+    load = loading.load_model
+    monkeypatch.setattr(loading, "load_model", lambda *given, **named: loads.append(given) or load(*given, **named))
     rewards = as_rewards([{"type": "reward_model", "model": str(judging_folder(tmp_path)), "weight": 0.5}])
     assert not loads
     check_rewards(rewards, [{"prompt": "2+2?"}], lambda row: row["prompt"])
@@ -176,7 +177,7 @@ def with_a_short_context(path: Path) -> str:
     ("make", "message"),
     [
         (with_two_labels, r"has 2 labels; accepted: a reward model, with one"),
-        (without_a_tokenizer, r"has no tokenizer; save one beside the model"),
+        (without_a_tokenizer, r"it has no tokens \(no tokenizer.json"),
         (lambda path: str(tiny_folder(path)), r"the weights lack score.weight; they would start at random"),
         (lambda path: str(path / "nowhere"), r"there is no such folder"),
         (with_a_short_context, r"reads 16 tokens, and the prompt of rows\[0\] alone has \d+ of them; take a reward"),

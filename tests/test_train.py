@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from groupwise.algorithms import zero_variance
 from groupwise.chat import Chat
 from groupwise.checkpoint import complete
+from groupwise.checks import cautions
 from groupwise.config import Config, Engine
 from groupwise.engines import Request, Sampling
 from groupwise.engines.fake import RecordingLearner, ScriptedSampler
@@ -275,7 +276,7 @@ def test_a_folder_with_a_run_is_not_written_over(straight: Run, toys: Path) -> N
 
 def test_a_run_folder_that_cannot_be_made_is_said(toys: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"file/run: cannot be made a run folder: .*output=DIR"):
+    with pytest.raises(CheckpointError, match=r"output: .*/file is not a folder; accepted: .*output=DIR"):
         quietly(toy_config(toys, output=str(tmp_path / "file" / "run")))
 
 
@@ -290,7 +291,7 @@ def test_two_runs_of_one_second_get_two_folders(tmp_path: Path) -> None:
 
 def test_progress_is_one_line_a_step(toys: Path, tmp_path: Path) -> None:
     console, screen = terminal()
-    train(full_config(toys, tmp_path / "run", steps=2), console=console)
+    train(full_config(toys, tmp_path / "run", steps=2, checkpoint={"every": 1}), console=console)
     lines = screen.getvalue().splitlines()
     assert lines[0] == f"run folder: {tmp_path / 'run'}"
     assert lines[1].startswith("held-out starts_low after 0 steps: ")
@@ -349,9 +350,11 @@ def test_a_run_that_died_continues_as_if_it_had_not(
     assert [path.name for path in complete(folder)] == ["step-00003", "step-00006"]
 
 
-def test_resuming_a_finished_run_changes_nothing(straight: Run, toys: Path, tmp_path: Path) -> None:
+def test_resuming_a_finished_run_changes_nothing_and_says_so(straight: Run, toys: Path, tmp_path: Path) -> None:
     folder = quietly(full_config(toys, tmp_path / "run")).folder
-    run = quietly(Config.load(folder / "config.yaml"), resume=folder)
+    console, screen = terminal()
+    run = train(Config.load(folder / "config.yaml"), resume=folder, console=console)
+    assert "warning: all 6 steps are done already, so nothing is trained" in screen.getvalue()
     assert straight.after is not None
     assert run.after is not None
     assert run.after.headline == straight.after.headline
@@ -397,7 +400,7 @@ def test_only_a_run_can_be_continued(toys: Path, tmp_path: Path) -> None:
 
 def test_a_resumed_run_does_not_warn_of_settings_that_it_wrote_itself(toys: Path, tmp_path: Path) -> None:
     folder = quietly(toy_config(toys, output=str(tmp_path / "run"), steps=1)).folder
-    assert Config.load(folder / "config.yaml").cautions() == []
+    assert cautions(Config.load(folder / "config.yaml")) == []
 
 
 # ---------------------------------------------------------------------------------------------------- dynamic sampling
@@ -587,7 +590,7 @@ def test_held_out_data_has_its_own_settings_and_its_own_name_in_errors(toys: Pat
     with pytest.raises(DataError, match=r"^evaluation\.data\.path: .*nowhere\.jsonl: no such file"):
         build(toy_config(toys, evaluation={"data": {"path": str(tmp_path / "nowhere.jsonl")}}))
     with pytest.raises(RewardError, match=r"^evaluation\.data: rewards\.exact_match: needs the column 'answer'"):
-        build(toy_config(toys, rewards=["exact_match"], evaluation={"data": held_out}))
+        build(toy_config(toys, rewards=["exact_match"], evaluation={"data": {**held_out, "long_prompts": "drop"}}))
 
 
 def test_a_device_that_is_not_there_is_refused(toys: Path) -> None:

@@ -145,9 +145,9 @@ class Algorithm(Slot):
 
     @model_validator(mode="after")
     def _refuse_what_cannot_be_right(self) -> Algorithm:
-        for refused, reason in refusals(self):
-            if refused:
-                raise ValueError(reason)
+        reasons = [reason for refused, reason in refusals(self) if refused]
+        if reasons:
+            raise ValueError("\n".join(reasons))
         return self
 
     def needs(self, updates_per_step: int) -> set[str]:

@@ -39,8 +39,10 @@ class Chat:
     name: str = "model"
     """Whose tokenizer it is, for messages: the policy's, or a path."""
 
-    def prompt(self, prompt: Prompt) -> Ints:
+    def prompt(self, prompt: Prompt, longest: int | None = None) -> Ints:
         """int32[P]: the tokens of a prompt, ready to be continued by the model.
+
+        Of more than `longest` tokens the last ones are kept, behind the tokenizer's BOS if that is how they began.
 
         Text is continued as it is, with the tokenizer's own beginning (BOS) if it has one.  Messages go through the
         chat template and end where the assistant begins to speak; a last message of the assistant is continued.
@@ -49,9 +51,14 @@ class Chat:
             ModelError: messages, and the tokenizer has no chat template or its template refuses them.
         """
         if isinstance(prompt, str):
-            return np.asarray(self.tokenizer(prompt)["input_ids"], dtype=np.int32)
-        # The template writes the special tokens itself.
-        return np.asarray(self.tokenizer(self._open(prompt), add_special_tokens=False)["input_ids"], dtype=np.int32)
+            tokens = np.asarray(self.tokenizer(prompt)["input_ids"], dtype=np.int32)
+        else:  # the template writes the special tokens itself
+            text = self._open(prompt)
+            tokens = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+        if longest is None or len(tokens) <= longest:
+            return tokens
+        beginning = tokens[:1][: int(tokens[0] == self.tokenizer.bos_token_id)]
+        return np.concatenate([beginning, tokens[len(tokens) - longest + len(beginning) :]])
 
     def opening(self, prompt: Prompt) -> str:
         """What a model that reads along has read when the assistant begins to speak; see `conversation`."""

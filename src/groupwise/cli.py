@@ -121,17 +121,17 @@ def evaluate_model(
 ) -> None:
     """Score a model on a dataset: mean of each reward with a confidence interval, and pass@k."""
     from groupwise.evaluate import evaluate
-    from groupwise.train import build
+    from groupwise.train import load_sampler, prepare
 
-    if any(text.startswith("sampling.temperature") for text in settings or ()):
-        raise ConfigError("sampling.temperature: is that of training; use evaluation.temperature")
+    for name in ("temperature", "top_p", "top_k"):
+        if any(text.startswith(f"sampling.{name}=") for text in settings or ()):
+            raise ConfigError(f"sampling.{name}: is that of training; use evaluation.{name}")
     temperature = f"evaluation.temperature={int(samples > 1)}"  # several samples have to differ, one is the best guess
-    config = read_config(
-        [temperature, "prompts_per_step=1", *(settings or [])], model=_model_of(model), data=data, rewards=reward
-    )
-    parts = build(config)
-    sampling = config.sampling.model_copy(update={"temperature": config.evaluation.temperature})
-    scores = evaluate(parts.task, parts.sampler, parts.chat, sampling=sampling, samples=samples, seed=config.seed)
+    config = read_config([temperature, *(settings or [])], model=_model_of(model), data=data, rewards=reward)
+    task = prepare(config, training=False).task
+    sampler, chat = load_sampler(config.model, config.engine)
+    sampling = config.evaluation.sampling(config.sampling.max_tokens)
+    scores = evaluate(task, sampler, chat, sampling=sampling, samples=samples, seed=config.seed)
     low, high = scores.interval
     problems = [rollout.problem for rollout in scores.rollouts if not rollout.valid]
     if problems:
@@ -146,7 +146,7 @@ def evaluate_model(
         return
     for name, mean in scores.means.items():
         print(f"{name:24} {mean:.4f}")
-    print(f"{'95% interval of ' + parts.task.rewards[0].title:24} {low:.4f} to {high:.4f}  ({scores.prompts} prompts)")
+    print(f"{'95% interval of ' + task.rewards[0].title:24} {low:.4f} to {high:.4f}  ({scores.prompts} prompts)")
     for k, value in scores.pass_at.items():
         print(f"{f'pass@{k}':24} {value:.4f}")
     print(f"{'tokens per completion':24} {scores.completion_length:.1f}  (truncated: {scores.truncated:.1%})")

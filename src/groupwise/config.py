@@ -10,21 +10,36 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from groupwise.advantages import GroupStd, of_group
-from groupwise.algorithms import Algorithm, cautions
+from groupwise.algorithms import Algorithm
 from groupwise.engines import Optimizer, Sampling
 from groupwise.errors import ConfigError, did_you_mean
 from groupwise.presets import PRESETS
 from groupwise.rewards import Rewards
 from groupwise.slots import OneOf, Slot, replace
+from groupwise.tasks import LongPrompts
 
 Tree = dict[str, Any]
+TRL_NAMES = {
+    "beta": "algorithm.kl.coef",
+    "epsilon": "algorithm.surrogate.low, and high",
+    "epsilon_high": "algorithm.surrogate.high",
+    "generation_batch_size": "prompts_per_step times group_size",
+    "loss_type": "algorithm, by the name of a preset",
+    "max_completion_length": "sampling.max_tokens",
+    "max_steps": "steps",
+    "num_generations": "group_size",
+    "num_iterations": "updates_per_step, each on its share of the groups",
+    "per_device_train_batch_size": "engine.train_tokens, which changes no result",
+    "scale_rewards": "algorithm.scale",
+    "steps_per_generation": "updates_per_step, each on its share of the groups",
+}
 
 
 def algorithm_by_name(value: Any) -> Any:
@@ -79,8 +94,9 @@ class Data(Slot):
     """Put before every conversation that does not bring its own."""
     limit: int | None = Field(default=None, ge=1)
     """Use only this many rows from the start."""
-    long_prompts: Literal["error", "drop"] = "error"
-    """What to do with prompts that leave no room for `sampling.max_tokens` in the model's context."""
+    long_prompts: LongPrompts = "error"
+    """What to do with prompts that leave no room for `sampling.max_tokens` in the model's context; `truncate-left`
+    keeps their end."""
 
 
 class Evaluation(Slot):
@@ -94,6 +110,14 @@ class Evaluation(Slot):
     """Completions for each prompt."""
     temperature: float = Field(default=0.0, ge=0.0)
     """0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Draw from the most likely tokens whose probabilities reach this sum; 1 draws from all."""
+    top_k: int = Field(default=0, ge=0)
+    """Draw from this many most likely tokens; 0 draws from all."""
+
+    def sampling(self, max_tokens: int) -> Sampling:
+        """How held-out completions are drawn."""
+        return Sampling(max_tokens=max_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
 
 
 class Engine(Slot):
@@ -124,6 +148,11 @@ class Checkpoint(Slot):
 
 class Config(Slot):
     """Everything a run is made of."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        name: f"is TRL's name; here it is {ours} (`groupwise import trl` converts a whole configuration)"
+        for name, ours in TRL_NAMES.items()
+    }
 
     model: str
     """Folder or hub id of a Hugging Face causal language model."""
@@ -189,46 +218,17 @@ class Config(Slot):
         yield (
             s.top_p < 1 or s.top_k > 0,
             f"sampling.top_p: {s.top_p}, sampling.top_k: {s.top_k}; training scores the whole distribution, so the "
-            "sampled one must not be cut: use top_p: 1 and top_k: 0",
+            "sampled one must not be cut: use top_p: 1 and top_k: 0 (evaluation.top_p and evaluation.top_k may cut it)",
         )
         yield (
             self.updates_per_step > self.prompts_per_step,
-            f"updates_per_step: {self.updates_per_step}; each update needs at least one group, and a step has "
-            f"prompts_per_step: {self.prompts_per_step}",
+            f"updates_per_step: {self.updates_per_step}; each update needs at least one group: set it to at most "
+            f"prompts_per_step: {self.prompts_per_step}, or raise that",
         )
 
     def resolve(self) -> Config:
         """The same settings with everything that depends on others filled in."""
         return replace(self, algorithm=self.algorithm.resolve(self.sampling.max_tokens))
-
-    def cautions(self) -> list[str]:
-        """What will run, but is rarely meant or has no effect."""
-        found = [text for applies, text in cautions(self.algorithm) if applies]
-        # What a run wrote down has every setting, so that one was set does not yet mean that it was meant.
-        meant = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
-        if self.algorithm.filter != "dynamic_sampling" and "sampling_rounds" in meant:
-            found.append("sampling_rounds has no effect without algorithm.filter: dynamic_sampling")
-        if self.algorithm.critic is None and "critic_optimizer" in meant:
-            found.append("critic_optimizer has no effect without algorithm.critic")
-        judged = any(getattr(reward.use, "gives_steps", False) for reward in self.rewards)
-        if self.algorithm.supervision == "process" and not judged:
-            found.append(
-                "algorithm.supervision: process learns from the rewards of steps, and none of these rewards is known "
-                "to give them: add a process_reward_model, or return StepRewards from a function that says gives_steps"
-            )
-        kl = self.algorithm.kl
-        if kl is not None and kl.to == "old" and self.updates_per_step == 1:
-            found.append("algorithm.kl.to: old is the current policy when updates_per_step is 1: the KL has no effect")
-        if self.evaluation.samples > 1 and self.evaluation.temperature == 0:
-            found.append("evaluation.samples has no effect at evaluation.temperature: 0: all answers are the same")
-        if self.engine.dtype == "bfloat16":
-            found.append(
-                "engine.dtype: bfloat16 holds the weights themselves in bfloat16: small optimizer steps round away "
-                "(1e-6 nearly always); use float32 unless memory forbids"
-            )
-        if self.evaluation.data is None and self.evaluation.every:
-            found.append("evaluation.every has no effect without evaluation.data")
-        return found
 
     @classmethod
     def parse(cls, tree: Mapping[str, Any]) -> Config:
@@ -240,7 +240,7 @@ class Config(Slot):
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
-            raise ConfigError("\n".join(dict.fromkeys(_explain(detail) for detail in error.errors()))) from None
+            raise ConfigError(*dict.fromkeys(text for detail in error.errors() for text in _explain(detail))) from None
 
     @classmethod
     def load(cls, path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -284,7 +284,8 @@ def read_yaml(path: Path) -> Tree:
     try:
         tree = yaml.load(path.read_bytes(), _Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+        found = " ".join(str(error).split())
+        raise ConfigError(f"{path}: not valid YAML: {found}; mend that place, and save it as UTF-8") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: holds {type(tree).__name__}; a run file is a mapping of settings, as in model: DIR")
     return cast(Tree, tree)
@@ -306,8 +307,9 @@ def apply(tree: Tree, override: str) -> None:
     try:
         value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
+        found = " ".join(str(error).split())
         raise ConfigError(
-            f"{key}: {text!r} is not valid YAML: {error}; put text with special signs in quotes"
+            f"{key}: {text!r} is not valid YAML: {found}; put text with special signs in quotes"
         ) from error
     if isinstance(place, list):
         place[_index(cast(list[Any], place), last, key)] = value
@@ -325,7 +327,7 @@ def _step_into(place: Any, name: str, key: str) -> Any:
     if below is None:
         below = {}
     if not isinstance(below, dict | list):
-        raise ConfigError(f"{key}: {name} is {below!r} and holds no settings")
+        raise ConfigError(f"{key}: {name} is {below!r} and holds no settings; write {name}=VALUE")
     place[index] = below
     return cast(Any, below)
 
@@ -339,19 +341,27 @@ def _index(place: list[Any], name: str, key: str) -> int:
 # Errors in words -----------------------------------------------------------------------------------------------------
 
 
-def _explain(detail: ErrorDetails) -> str:
+def _explain(detail: ErrorDetails) -> list[str]:
+    """What one of pydantic's errors says: usually one problem, several where settings were checked together."""
     path, owner = _locate(detail["loc"])
-    value, message = detail["input"], detail["msg"].removeprefix("Value error, ")
+    value, messages = detail["input"], detail["msg"].removeprefix("Value error, ").split("\n")
+    name = str(detail["loc"][-1]) if detail["loc"] else ""
     if detail["type"] == "extra_forbidden":
-        name = str(detail["loc"][-1])
+        if owner and name in owner.refused:
+            return [f"{path}: {value!r}; {owner.refused[name]}"]
         known = list(owner.model_fields) if owner else []
-        return f"{path}: no such setting{did_you_mean(name, known)}; accepted: {', '.join(known)}"
+        elsewhere = next((path for path, _, _ in reference() if path.endswith(f".{name}")), "")
+        hint = f" (did you mean {elsewhere}?)" if elsewhere else did_you_mean(name, known)
+        return [f"{path}: no such setting{hint}; accepted: {', '.join(known)}"]
     if detail["type"] == "missing":
-        return f"{path}: missing; {_description(owner, str(detail['loc'][-1]))}"
+        return [f"{path}: missing; {_description(owner, name)}"]
     if detail["type"] == "together" or not path:
-        return message
+        return messages
     shown = "" if isinstance(value, Slot | Mapping) else f" {value!r};"
-    return f"{path}:{shown} {message[:1].lower()}{message[1:]}"
+    field = owner.model_fields.get(name) if owner else None
+    default = "" if field is None or field.is_required() or not shown else _short(field.default)
+    usual = f"; the default is {default}" if default else ""
+    return [f"{path}:{shown} {message[:1].lower()}{message[1:]}{usual}" for message in messages]
 
 
 def _description(owner: type[Slot] | None, name: str) -> str:

@@ -114,7 +114,8 @@ def _invert(probs: Tensor, uniforms: Tensor) -> Tensor:
     block = _first_above(edges, target)
     before = functional.pad(edges, (1, 0)).gather(1, block[:, None]).squeeze(1)
     chosen = blocks[torch.arange(len(block), device=block.device), block]
-    return block * width + _first_above(chosen.double().cumsum(-1), target - before)
+    token = block * width + _first_above(chosen.double().cumsum(-1), target - before)
+    return token.clamp(max=probs.shape[1] - 1)  # of probabilities that are nan, any token: its log-prob says so
 
 
 def _first_above(edges: Tensor, target: Tensor) -> Tensor:
@@ -123,4 +124,5 @@ def _first_above(edges: Tensor, target: Tensor) -> Tensor:
     The edge rises there, so its probability is not 0.  Rounding can lift a target to the last edge, past all of them.
     """
     below_last = torch.nextafter(edges[:, -1], torch.zeros_like(target))
-    return torch.searchsorted(edges, torch.minimum(target, below_last)[:, None], right=True).squeeze(1)
+    found = torch.searchsorted(edges, torch.minimum(target, below_last)[:, None], right=True).squeeze(1)
+    return found.clamp(max=edges.shape[1] - 1)

@@ -8,7 +8,8 @@
     `- CheckpointError   a run folder or a checkpoint in it
 
 The command line prints the message and exits with 2.  Broken invariants are `assert`s, not these.
-A message names the path, the value, what is accepted and the way out.
+A message names the path, the value, what is accepted and the way out.  `Findings` gathers those of independent checks,
+so that the user mends everything at once and not one thing a run.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from collections.abc import Iterable
 
 
 class GroupwiseError(ValueError):
-    """The user's input is wrong; the message says where and what to do."""
+    """The user's input is wrong; the message says where and what to do.  Several problems are several arguments."""
+
+    def __str__(self) -> str:
+        problems = [str(problem) for problem in self.args]
+        if len(problems) < 2:
+            return "".join(problems)
+        return "\n".join([f"{len(problems)} problems", *(f"{i}. {text}" for i, text in enumerate(problems, start=1))])
 
 
 class ConfigError(GroupwiseError):
@@ -39,6 +46,38 @@ class RewardError(GroupwiseError):
 
 class CheckpointError(GroupwiseError):
     """A run folder or checkpoint is missing, damaged or belongs to another run."""
+
+
+class Findings:
+    """What independent checks object to: each runs in a `with findings:`, and `settle` raises all of it as one error.
+
+    Behind a check that objects, the next one goes on.
+    """
+
+    def __init__(self) -> None:
+        self._errors: list[GroupwiseError] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, GroupwiseError):
+            self._errors.append(error)
+        return isinstance(error, GroupwiseError)
+
+    def settle(self) -> None:
+        """Go on if nothing was found.
+
+        Raises:
+            GroupwiseError: every problem, once; of the class that all errors share, if they do.
+        """
+        if not self._errors:
+            return
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        kinds = {type(error) for error in self._errors}
+        kind = kinds.pop() if len(kinds) == 1 else GroupwiseError
+        raise kind(*dict.fromkeys(problem for error in self._errors for problem in error.args)) from self._errors[0]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -15,20 +15,20 @@ from typing import Any, cast
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers import logging as transformers_logging
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from groupwise.errors import ModelError
-
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
+from groupwise.hub import asked_once
+from groupwise.model_files import (
+    UNREADABLE,
+    check_weights,
+    first_line,
+    load_config,
+    load_generation_config,
+    load_tokenizer,
+    where,
+)
 
 
 def load_model(
@@ -51,22 +51,28 @@ def load_model(
     Raises:
         ModelError: there is no such model, a part of it is missing, or it should predict the next token and does not.
     """
-    config = _load_config(path)
-    if kind is AutoModelForCausalLM:
-        _require_causal(path, config)
+    config = load_config(path, causal=kind is AutoModelForCausalLM)
+    check_weights(path)
     transformers_logging.disable_progress_bar()  # one bar per weight file says nothing that a user waits for
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # its report about missing weights: we refuse them in our own words
     # SDPA cannot cap attention logits (Gemma 2); transformers picks it all the same and fails in the forward pass.
     capped = getattr(_text(config), "attn_logit_softcapping", None) is not None
     try:
-        model, info = cast(Any, kind).from_pretrained(
-            _where(path),
-            config=config,
-            dtype=dtype,
-            attn_implementation="eager" if capped else None,  # None is SDPA where the architecture has it
-            output_loading_info=True,
-        )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: the model cannot be loaded: {error}") from error
+        with asked_once():
+            model, info = kind.from_pretrained(
+                where(path),
+                config=config,
+                dtype=dtype,
+                attn_implementation="eager" if capped else None,  # None is SDPA where the architecture has it
+                output_loading_info=True,
+            )
+    except UNREADABLE as error:
+        raise ModelError(
+            f"{path}: the model cannot be loaded: {first_line(error)}; save it again with save_pretrained"
+        ) from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
             f"{path}: the weights lack {', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}; "
@@ -80,23 +86,23 @@ def load_model(
     return model.to(device)
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the model at `path`.
+def sketch(path: str | Path) -> PreTrainedModel:
+    """The model at `path` without its weights: shapes on the meta device, config and generation config.
 
     Raises:
-        ModelError: there is none, or it cannot be read.
+        ModelError: see `load_model`.
     """
-    _require_folder(path)
+    config = load_config(path)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(_where(path))
-    except (OSError, ValueError) as error:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except UNREADABLE as error:
         raise ModelError(
-            f"{path}: the tokenizer cannot be loaded: {error}; save one beside the model with tokenizer.save_pretrained"
+            f"{path}: config.json describes no model that can be built: {first_line(error)}; write it with "
+            "model.save_pretrained"
         ) from error
-    # For some architectures transformers makes up a tokenizer without a vocabulary when there is none in the folder.
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise ModelError(f"{path}: has no tokenizer; save one beside the model with tokenizer.save_pretrained")
-    return tokenizer
+    model.generation_config = load_generation_config(path) or model.generation_config
+    return model
 
 
 def save_model(base: str | Path, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
@@ -106,13 +112,13 @@ def save_model(base: str | Path, weights: Iterable[tuple[str, Tensor]], folder: 
         ModelError: `base` cannot be read.
     """
     tensors = dict(weights)
-    config, tokenizer = _load_config(base), load_tokenizer(base)
+    config, tokenizer = load_config(base), load_tokenizer(base)
     config.dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    with contextlib.suppress(OSError):  # not every model has a generation config
-        GenerationConfig.from_pretrained(_where(base)).save_pretrained(folder)
+    if (generation := load_generation_config(base)) is not None:
+        generation.save_pretrained(folder)
     save_torch_state_dict(tensors, folder)
 
 
@@ -240,54 +246,3 @@ def vocabulary(model: PreTrainedModel) -> int:
 def _text(config: Any) -> Any:
     """The part of a config that speaks about the language model."""
     return config.get_text_config()
-
-
-def _where(path: str | Path) -> str:
-    return str(Path(path).expanduser()) if _is_path(path) else str(path)
-
-
-def _is_path(path: str | Path) -> bool:
-    """Whether it is a folder, or is spelled like one and can be no hub id (`name` or `owner/name`)."""
-    text = str(path)
-    return isinstance(path, Path) or Path(text).is_dir() or text.startswith((".", "~", "/")) or text.count("/") > 1
-
-
-def _require_folder(path: str | Path) -> None:
-    if _is_path(path) and not Path(path).expanduser().is_dir():
-        raise ModelError(
-            f"{path}: looked for a folder {Path(path).expanduser().absolute()}, but there is no such folder; "
-            "give a folder that save_pretrained wrote, or a hub id such as Qwen/Qwen3-0.6B"
-        )
-
-
-def _load_config(path: str | Path) -> Any:
-    _require_folder(path)
-    if _is_path(path):
-        folder = Path(path).expanduser()
-        if not (folder / "config.json").is_file():
-            raise ModelError(f"{path}: the folder has no config.json; write one with model.save_pretrained")
-        if not any(file for pattern in WEIGHT_FILES for file in folder.glob(pattern)):
-            raise ModelError(
-                f"{path}: the folder has a config.json but no weights (model.safetensors or pytorch_model.bin); "
-                "write them with model.save_pretrained"
-            )
-    try:
-        config = AutoConfig.from_pretrained(_where(path))
-    except (OSError, ValueError) as error:
-        looked = "" if _is_path(path) else f"looked for a folder {Path(path).absolute()}, no such folder; as a hub id "
-        raise ModelError(
-            f"{path}: {looked}it cannot be read: {error}; give a folder that save_pretrained wrote, or the id of a "
-            "model on huggingface.co that this machine can reach"
-        ) from error
-    return config
-
-
-def _require_causal(path: str | Path, config: Any) -> None:
-    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    stored = config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)]
-    if getattr(config, "is_encoder_decoder", False) or not known.intersection(stored):
-        kind = "an encoder-decoder" if getattr(config, "is_encoder_decoder", False) else "no causal language model"
-        raise ModelError(
-            f"{path}: {', '.join(stored)} is {kind}; only models that predict the next token can be trained here, "
-            "those that AutoModelForCausalLM loads"
-        )

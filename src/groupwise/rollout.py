@@ -40,7 +40,7 @@ def play(
     rows = [task.rows[index] for index in row_indices]
     requests = [
         Request(
-            prompt=chat.prompt(task.prompt_of(row)),
+            prompt=chat.prompt(task.prompt_of(row), task.longest_prompt),
             keys=tuple(key(seed, stream, step, group, sample) for sample in range(group_size)),
         )
         for group, row in enumerate(rows)

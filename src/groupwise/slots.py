@@ -13,7 +13,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast, get_args, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, cast, get_args, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
 from pydantic_core import PydanticCustomError, core_schema
@@ -24,7 +24,11 @@ from groupwise.errors import did_you_mean
 class Slot(BaseModel):
     """A frozen value with named, typed settings; unknown names are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Settings that others have and this slot has not, on purpose: what to say about each."""
 
     @model_validator(mode="before")
     @classmethod
@@ -145,8 +149,10 @@ def load_code(path: str) -> Callable[..., Any]:
     if not callable(found):
         raise PydanticCustomError(
             "no_code",
-            "{where} has no function {name}{hint}",
-            {"where": where, "name": name, "hint": did_you_mean(name, vars(module))},
+            "{where} has no function {name}{hint}; write package.module:function or folder/file.py:function"
+            if found is None
+            else "{where} has {name}, but {found} is no function; write package.module:function or file.py:function",
+            {"where": where, "name": name, "hint": did_you_mean(name, vars(module)), "found": repr(found)},
         )
     return found
 

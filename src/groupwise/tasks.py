@@ -9,15 +9,17 @@ import csv
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from groupwise.chat import Chat, Prompt
-from groupwise.errors import DataError, did_you_mean
+from groupwise.errors import DataError, Findings, did_you_mean
+from groupwise.hub import asked_once
 from groupwise.rewards import Reward, check_rewards
 from groupwise.seeding import generator, key
+from groupwise.slots import replace
 
 Row = Mapping[str, Any]
 _LOG = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ class Task:
     system: str | None = None
     """A system message before each prompt that has none of its own.  With one, a prompt that is text becomes the
     user's message; the empty string does only that."""
+    longest_prompt: int | None = None
+    """Of a prompt with more tokens, only the last so many are asked; see `Chat.prompt`."""
 
     def prompt_of(self, row: Row) -> Prompt:
         """The prompt of a row of this task that has passed `check_prompts`."""
@@ -46,66 +50,108 @@ class Task:
         return spoken if keeps else [{"role": "system", "content": self.system}, *spoken]
 
 
+LongPrompts = Literal["error", "drop", "truncate-left"]
+"""What to do with a prompt that leaves no room for the longest completion; `truncate-left` keeps its end."""
+
+
 def check_task(
-    task: Task, chat: Chat, *, max_tokens: int, context: int | None, long_prompts: Literal["error", "drop"] = "error"
+    task: Task, chat: Chat | None, *, max_tokens: int, context: int | None, long_prompts: LongPrompts = "error"
 ) -> Task:
     """The task, once everything that can be known to be wrong with it has been looked for.
 
     Args:
+        chat: the tokenizer; None when the model cannot be read, and then no prompt is measured.
         max_tokens: the longest completion.
         context: how many tokens of prompt and completion the model can take; None: no limit.
         long_prompts: what to do with a prompt that leaves no room for the longest completion.
 
     Raises:
-        DataError: no rows, no prompt column, a prompt that is not text or messages, or one that is too long.
-        ModelError: the chat template cannot lay out the messages.
-        RewardError: see `check_rewards`.
+        GroupwiseError: every problem of these: DataError, no rows, no prompt column, a prompt that is not text or
+            messages, or one that is too long; ModelError, the chat template cannot lay out the messages; RewardError,
+            see `check_rewards`.
     """
-    check_prompts(task)
-    check_rewards(task.rewards, task.rows, task.prompt_of)
+    findings, rewards = Findings(), [replace(reward, trial=False) for reward in task.rewards]
+    with findings:
+        check_prompts(task)
+        rewards = task.rewards  # a trial needs a prompt
+    for reward in rewards if task.rows else ():
+        with findings:
+            check_rewards((reward,), task.rows, task.prompt_of)
+    if chat is not None and rewards is task.rewards:
+        with findings:
+            task = check_lengths(task, chat, max_tokens=max_tokens, context=context, long_prompts=long_prompts)
+    findings.settle()
+    return task
+
+
+def check_lengths(
+    task: Task, chat: Chat, *, max_tokens: int, context: int | None, long_prompts: LongPrompts = "error"
+) -> Task:
+    """The task without the prompts that leave no room for `max_tokens`, or with their ends; see `check_task`.
+
+    Raises:
+        DataError: a prompt has no tokens, or is too long.
+        ModelError: the chat template cannot lay out the messages.
+    """
     lengths = [len(chat.prompt(task.prompt_of(row))) for row in task.rows]
     if 0 in lengths:
         raise DataError(
             f"data: the prompt of rows[{lengths.index(0)}] has no tokens; write a prompt, or leave that row out"
         )
-    if context is None:
+    room = max(lengths) if context is None else context - max_tokens
+    long = [index for index, length in enumerate(lengths) if length > room]
+    if not long:
         return task
-    short = [row for row, length in zip(task.rows, lengths, strict=True) if length + max_tokens <= context]
-    if len(short) == len(lengths):
-        return task
-    first = next(index for index, length in enumerate(lengths) if length + max_tokens > context)
     found = (
-        f"data.long_prompts: {len(lengths) - len(short)} of {len(lengths)} prompts are too long: rows[{first}] has "
-        f"{lengths[first]} tokens, and with sampling.max_tokens {max_tokens} passes the model's context of {context}"
+        f"data.long_prompts: {len(long)} of {len(lengths)} prompts are too long: rows[{long[0]}] has "
+        f"{lengths[long[0]]} tokens, and with sampling.max_tokens {max_tokens} passes the model's context of {context}"
     )
-    if long_prompts == "error" or not short:
-        drop = ", or set data.long_prompts: drop" if short else ""
-        raise DataError(f"{found}; shorten them, lower sampling.max_tokens, take a model with a longer context{drop}")
-    _LOG.warning("%s; dropped", found)
-    return dataclasses.replace(task, rows=short)
+    kept = [row for row, length in zip(task.rows, lengths, strict=True) if length <= room]
+    remedies = {"drop": bool(kept), "truncate-left": room > 0}
+    if not remedies.get(long_prompts, False):
+        others = [name for name, helps in remedies.items() if helps]
+        accepted = f", or set data.long_prompts: {' or '.join(others)}" if others else ""
+        raise DataError(
+            f"{found}; shorten them, lower sampling.max_tokens, take a model with a longer context{accepted}"
+        )
+    if long_prompts == "drop":
+        _LOG.warning("%s; dropped", found)
+        return dataclasses.replace(task, rows=kept)
+    _LOG.warning("%s; cut to their last %d tokens", found, room)
+    return dataclasses.replace(task, longest_prompt=room)
 
 
 def check_prompts(task: Task) -> None:
     """Make sure that every row has a prompt of text or messages.
 
     Raises:
-        DataError: naming the first row that has not, what it has, and what is accepted.
+        DataError: naming the first row that has not, what it has, what is accepted, and how many others there are.
     """
     if not task.rows:
         raise DataError("data: there are no rows; accepted: at least one row with a prompt")
-    for index, row in enumerate(task.rows):
-        if isinstance(task.prompt, str) and task.prompt not in row:
-            raise DataError(
-                f"data.prompt_column: rows[{index}] has no column {task.prompt!r}{did_you_mean(task.prompt, row)}; "
-                f"columns: {', '.join(row)}; rename one of them, or set data.prompt_column"
-            )
-        prompt = row[task.prompt] if isinstance(task.prompt, str) else task.prompt(row)
-        problem = _problem(prompt)
-        if problem:
-            raise DataError(
-                f"data: the prompt of rows[{index}] {problem}; accepted: text, or a list of messages "
-                '{"role": "user", "content": "..."}; mend that row or leave it out'
-            )
+    column = task.prompt
+    lacking = [index for index, row in enumerate(task.rows) if isinstance(column, str) and column not in row]
+    if lacking and isinstance(column, str):
+        row = task.rows[lacking[0]]
+        raise DataError(
+            f"data.prompt_column: rows[{lacking[0]}]{_and_others(lacking)} has no column {column!r}"
+            f"{did_you_mean(column, row)}; columns: {', '.join(row)}; rename one of them, or set data.prompt_column"
+        )
+    problems = {
+        index: problem
+        for index, row in enumerate(task.rows)
+        if (problem := _problem(row[column] if isinstance(column, str) else column(row)))
+    }
+    if problems:
+        index, problem = next(iter(problems.items()))
+        raise DataError(
+            f"data: the prompt of rows[{index}]{_and_others(problems)} {problem}; accepted: text, or a list of "
+            'messages {"role": "user", "content": "..."}; mend that row or leave it out'
+        )
+
+
+def _and_others(rows: Sized) -> str:
+    return f" (the first of {len(rows)} such rows)" if len(rows) > 1 else ""
 
 
 def _problem(prompt: object) -> str:
@@ -200,7 +246,8 @@ def _from_hub(path: str, split: str) -> list[dict[str, Any]]:
 
     name, _, configuration = path.partition(":")
     try:
-        return [dict(row) for row in load_dataset(name, configuration or None, split=split)]
+        with asked_once():
+            return [dict(row) for row in load_dataset(name, configuration or None, split=split)]
     except (OSError, ValueError) as error:
         raise DataError(
             f"data.path: {path}, split {split!r}: no such file, and the Hub does not give it: {error}; "

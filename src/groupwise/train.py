@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -18,11 +19,21 @@ from torch import Tensor
 from groupwise import checkpoint
 from groupwise.algorithms import Algorithm, zero_variance
 from groupwise.chat import Chat
+from groupwise.checks import (
+    Outline,
+    cautions,
+    check_disk,
+    check_folder,
+    check_it_learns,
+    check_memory,
+    data_cautions,
+    outline,
+)
 from groupwise.config import Config, Data, Engine
 from groupwise.devices import find_device
-from groupwise.engines import Critic, Learner, Sampler, Sampling
+from groupwise.engines import Critic, Learner, Sampler
 from groupwise.engines.local import LocalSampler, load_policy, local_engine
-from groupwise.errors import DataError, RewardError
+from groupwise.errors import Findings, GroupwiseError
 from groupwise.evaluate import Scores, evaluate
 from groupwise.log import RunLog, new_folder
 from groupwise.model import save_model
@@ -32,6 +43,9 @@ from groupwise.rollout import play
 from groupwise.seeding import generator
 from groupwise.slots import replace
 from groupwise.tasks import Task, check_task, read_rows, rows_for_step
+
+RUNS = "runs"
+"""The folder in which runs are made that name none."""
 
 
 def loop(config: Config, parts: Parts, log: RunLog, start: int = 0) -> None:
@@ -157,6 +171,8 @@ class Parts:
     """Prompts for evaluation."""
     critic: Critic | None = None
     """Of an algorithm that has one (PPO)."""
+    cautions: tuple[str, ...] = ()
+    """What was unusual about data, memory or disk."""
 
     def saved(self) -> dict[str, checkpoint.Saved]:
         """What a checkpoint holds, by the name of its folder."""
@@ -170,7 +186,7 @@ class Parts:
             self.held_out,
             self.sampler,
             self.chat,
-            sampling=Sampling(max_tokens=config.sampling.max_tokens, temperature=config.evaluation.temperature),
+            sampling=config.evaluation.sampling(config.sampling.max_tokens),
             samples=config.evaluation.samples,
             seed=config.seed,
         )
@@ -215,7 +231,7 @@ def train(
         checkpoint.newest(resume)  # before a model is loaded: is there anything to continue from?
     parts = build(config, task, held_out)
     name = Path(config.model).name or "model"
-    folder = resume or new_folder(Path(config.output) if config.output else fresh_folder(Path("runs"), name))
+    folder = resume or new_folder(Path(config.output) if config.output else fresh_folder(Path(RUNS), name))
     log = RunLog(
         folder,
         steps=config.steps,
@@ -224,7 +240,7 @@ def train(
         console=console,
         max_invalid_fraction=config.max_invalid_fraction,
     )
-    for caution in config.cautions():
+    for caution in (*cautions(config), *parts.cautions):
         log.warn(caution)
     start, before = 0, None
     if resume is not None:
@@ -233,6 +249,9 @@ def train(
         parts.sampler.load(parts.learner.weights(), version=start)
         log.rewind(start)
         log.say(f"continuing {folder} after step {start}")
+        if start >= config.steps:
+            another = f"--model {folder / 'model'} starts another run from here"
+            log.warn(f"all {config.steps} steps are done already, so nothing is trained; {another}")
     else:
         (folder / "config.yaml").write_text(config.to_yaml())
         log.say(f"run folder: {folder}")
@@ -257,15 +276,11 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
     Raises:
         GroupwiseError: see `train`.
     """
-    task = task or load_task(config, config.data)
-    if held_out is None and config.evaluation.data is not None:
-        with _of_evaluation():
-            held_out = load_task(config, config.evaluation.data)
-    rows_for_step(len(task.rows), 0, config.prompts_per_step, config.seed)  # are there enough?
+    ready = prepare(config, task, held_out)
     engine = local_engine(
         config.model,
         dtype=getattr(torch, config.engine.dtype),
-        device=device_of(config.engine),
+        device=ready.device,
         max_batch_tokens=config.engine.sample_tokens,
         microbatch_tokens=config.engine.train_tokens,
         optimizer=config.optimizer,
@@ -276,15 +291,72 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
         entropy=config.algorithm.entropy is not None,
         gradient_checkpointing=config.engine.gradient_checkpointing,
     )
-    chat = Chat(engine.tokenizer, engine.stop_ids)
-    check = partial(check_task, chat=chat, max_tokens=config.sampling.max_tokens, context=engine.context)
-    task = check(task, long_prompts=config.data.long_prompts)
-    rows_for_step(len(task.rows), 0, config.prompts_per_step, config.seed)  # still enough without the long ones?
-    if held_out is not None:
-        with _of_evaluation():
-            held_out = check(held_out, long_prompts=(config.evaluation.data or config.data).long_prompts)
     return Parts(
-        task=task, sampler=engine.sampler, learner=engine.learner, critic=engine.critic, chat=chat, held_out=held_out
+        task=ready.task,
+        sampler=engine.sampler,
+        learner=engine.learner,
+        critic=engine.critic,
+        chat=Chat(engine.tokenizer, engine.stop_ids),
+        held_out=ready.held_out,
+        cautions=ready.cautions,
+    )
+
+
+class Prepared(NamedTuple):
+    """What `prepare` has read, and found nothing wrong with."""
+
+    task: Task
+    held_out: Task | None
+    device: torch.device
+    cautions: tuple[str, ...]
+
+
+def prepare(
+    config: Config, task: Task | None = None, held_out: Task | None = None, *, training: bool = True
+) -> Prepared:
+    """Look at everything that can be known before the model's weights are read.
+
+    Raises:
+        GroupwiseError: every problem, in one message.
+    """
+    findings, device, unusual = Findings(), None, list[str]()
+    known = outline(config.model, findings)
+    with findings:
+        device = device_of(config.engine)
+        if training:
+            unusual += check_memory(config, known, device)
+    with findings:
+        task = task or load_task(config, config.data)
+        if training:
+            with findings:
+                rows_for_step(len(task.rows), 0, config.prompts_per_step, config.seed)  # are there enough?
+        task = _checked(config, task, config.data, known)
+    with findings, _of_evaluation():
+        data = config.evaluation.data
+        held_out = load_task(config, data) if held_out is None and data is not None else held_out
+        if held_out is not None:
+            held_out = _checked(config, held_out, data or config.data, known)
+    if training:
+        folder = Path(config.output or RUNS)
+        with findings:
+            check_it_learns(config, config.rewards if task is None else task.rewards)
+        with findings:
+            check_folder(folder)
+            unusual += check_disk(config, known, folder)
+    findings.settle()
+    assert task is not None and device is not None, "settled"
+    if training:
+        rows_for_step(len(task.rows), 0, config.prompts_per_step, config.seed)  # still enough without the long ones?
+    return Prepared(task, held_out, device, (*unusual, *data_cautions(config, task, held_out)))
+
+
+def _checked(config: Config, task: Task, data: Data, known: Outline) -> Task:
+    return check_task(
+        task,
+        known.chat,
+        max_tokens=config.sampling.max_tokens,
+        context=known.context,
+        long_prompts=data.long_prompts,
     )
 
 
@@ -293,10 +365,14 @@ def _of_evaluation() -> Generator[None]:
     """What is wrong with held-out data is said of `evaluation.data`."""
     try:
         yield
-    except DataError as error:
-        raise DataError(f"evaluation.{error}") from error
-    except RewardError as error:
-        raise RewardError(f"evaluation.data: {error}") from error
+    except GroupwiseError as error:
+        raise type(error)(*map(_held_out_problem, error.args)) from error
+
+
+def _held_out_problem(problem: str) -> str:
+    if problem.startswith("data"):
+        return f"evaluation.{problem}"
+    return f"evaluation.data: {problem}" if problem.startswith("rewards.") else problem
 
 
 def load_sampler(model: str, engine: Engine) -> tuple[Sampler, Chat]:

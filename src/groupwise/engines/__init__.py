@@ -7,10 +7,10 @@ not know which it has.  Engines never see an algorithm: they are handed a loss f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol
 
 from pydantic import Field
 from torch import Tensor
@@ -29,8 +29,27 @@ ValueLossFn = Callable[[Tensor, Batch], Tensor]
 """(critic values [B, T], batch) -> the critic's loss as a sum."""
 
 
+_ONE_DISTRIBUTION = (
+    "completions would be drawn from another distribution than the one that training scores, so that the ratio of the "
+    "policy to itself is not 1; accepted: temperature. Leave it out"
+)
+_OWN_END = (
+    "a completion has to end with a token that the policy drew, or it never learns to stop; name the tokens that end "
+    "one as eos_token_id in the model's generation_config.json, and bound the length with sampling.max_tokens"
+)
+
+
 class Sampling(Slot):
     """How completions are drawn.  Log-probabilities are those of the distribution drawn from."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("min_p", "typical_p", "epsilon_cutoff", "logit_bias", "bad_words_ids"), _ONE_DISTRIBUTION),
+        **dict.fromkeys(
+            ("repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram_size"),
+            f"{_ONE_DISTRIBUTION}, and discourage repetition with a reward",
+        ),
+        **dict.fromkeys(("stop", "stop_strings", "stop_sequences", "stop_token_ids"), _OWN_END),
+    }
 
     max_tokens: int = Field(default=256, ge=1)
     """Longest completion, in tokens, the stop token included."""
@@ -42,12 +61,15 @@ class Sampling(Slot):
     """Keep this many most likely tokens; 0 keeps all (required in training)."""
 
 
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
 class Optimizer(Slot):
     """AdamW and its learning-rate schedule."""
 
     learning_rate: float = Field(default=1e-6, ge=0.0)
     """Peak learning rate."""
-    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.999)
     """Decay rates of AdamW's running averages of the gradient and of its square."""
     eps: float = Field(default=1e-8, gt=0.0)
     """Added to AdamW's denominator."""

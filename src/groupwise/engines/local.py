@@ -31,11 +31,11 @@ from groupwise.model import (
     check_tokenizer,
     context_length,
     load_model,
-    load_tokenizer,
     stop_token_ids,
 )
+from groupwise.model_files import load_tokenizer
 from groupwise.packing import Forward
-from groupwise.records import Batch, Ints
+from groupwise.records import Batch, Floats, Ints
 
 LOG = logging.getLogger(__name__)
 REFERENCE = "reference.safetensors"
@@ -197,7 +197,7 @@ class LocalSampler:
                 if not self._checked and not self._agrees(first.prompt, tokens[0], decoding.hidden[0]):
                     return self.sample(requests, sampling)
         completions = (
-            Completion(tokens, logprobs, entropies, "stop" if stopped else "length", self._version)
+            Completion(tokens, _finite(logprobs), entropies, "stop" if stopped else "length", self._version)
             for tokens, logprobs, entropies, stopped in drawn.completions()
         )
         return [list(islice(completions, count)) for count in counts]
@@ -241,6 +241,15 @@ def _entering(waiting: deque[int], requests: Sequence[Request], decoding: Decodi
             break
         entering.append(waiting.popleft())
     return entering
+
+
+def _finite(logprobs: Floats) -> Floats:
+    if not np.isfinite(logprobs).all():
+        raise GroupwiseError(
+            "the policy's probabilities are not finite: its weights have become too large, or nan; lower "
+            "optimizer.learning_rate and start from the last checkpoint that was good, or the model itself"
+        )
+    return logprobs
 
 
 class LocalLearner:
