@@ -18,9 +18,9 @@ FLOORS = (
     {"errors", "records", "seeding", "slots"},
     {"advantages", "shaping", "weights", "losses", "penalties", "model", "head", "lean", "decoding", "packing"},
     {"algorithms", "presets", "chat", "engines"},
-    {"rollout", "tasks", "rewards"}
+    {"rollout", "tasks", "columns", "data", "rewards"}
     | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
-    {"train", "evaluate", "checkpoint", "report", "log", "config", "explain"},
+    {"train", "evaluate", "checkpoint", "report", "log", "config", "curriculum", "explain"},
     {"cli", "quickstart", "arithmetic"}
     | {"foreign", "foreign.roll", "foreign.roll_algorithm", "foreign.trl", "foreign.trl_algorithm", "foreign.cli"},
 )
@@ -38,9 +38,12 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "packing": {"model"},
     "presets": {"algorithms"},
     "tasks": {"rewards"},
+    "data": {"columns", "rewards", "tasks"},
     "rollout": {"tasks", "rewards"},
     "log": {"evaluate"},
-    "train": {"config", "checkpoint", "evaluate", "log"},
+    "curriculum": {"evaluate"},
+    "config": {"curriculum"},
+    "train": {"config", "checkpoint", "curriculum", "evaluate", "log"},
     "quickstart": {"arithmetic"},
     "foreign.roll_algorithm": {"foreign"},
     "foreign.roll": {"foreign", "foreign.roll_algorithm"},
@@ -68,8 +71,8 @@ ENGINES_MAY_IMPORT = {
 CORE = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "pydantic", "yaml", "typer", "rich"}
 CORE |= {"jinja2", "math_verify", "pydantic_core", "huggingface_hub", "pyarrow"}
 # An extra is imported in one file only. Whoever first uses one of those without a file names its file here.
-EXTRAS = {"vllm": "engines.vllm", "ray": "engines.ray"}
-EXTRAS |= dict.fromkeys(["peft", "tensorboard", "wandb", "trackio", "reasoning_gym"], "no file yet")
+EXTRAS = {"vllm": "engines.vllm", "ray": "engines.ray", "reasoning_gym": "rewards.gym"}
+EXTRAS |= dict.fromkeys(["peft", "tensorboard", "wandb", "trackio"], "no file yet")
 # The mathematics can be read and tested with one array library.
 ONLY = {
     "advantages": {"numpy", "pydantic"},

@@ -18,7 +18,9 @@ from torch import Tensor
 from groupwise import checkpoint
 from groupwise.algorithms import Algorithm, zero_variance
 from groupwise.chat import Chat
-from groupwise.config import Config, Data, Engine
+from groupwise.config import Config, Engine
+from groupwise.curriculum import History
+from groupwise.data import hold_out, load_task, without_held_out
 from groupwise.engines import Critic, Learner, Sampler, Sampling
 from groupwise.engines.local import LocalSampler, load_policy, local_engine
 from groupwise.errors import ConfigError, DataError, RewardError
@@ -29,7 +31,7 @@ from groupwise.records import Batch, Rollout, collate
 from groupwise.rollout import play
 from groupwise.seeding import generator
 from groupwise.slots import replace
-from groupwise.tasks import Task, check_task, read_rows, rows_for_step
+from groupwise.tasks import Task, check_prompts, check_task
 
 
 def loop(config: Config, parts: Parts, log: RunLog, start: int = 0) -> None:
@@ -65,15 +67,22 @@ def update(batch: Batch, algorithm: Algorithm, parts: Parts) -> dict[str, float]
 def experience(config: Config, parts: Parts, start: int = 0) -> Iterator[tuple[int, list[Rollout]]]:
     """(step, its scored groups), from the policy as it is when the step is asked for."""
     for step in range(start, config.steps):
-        rows = rows_for_step(len(parts.task.rows), step, config.prompts_per_step, config.seed)
-        rollouts = _play(config, parts, rows, step, 0)
+        usual = parts.task.rows_for_step(step, config.prompts_per_step, config.seed)
+        rollouts = _play(config, parts, usual, step, 0)
         if config.algorithm.filter == "dynamic_sampling":
             rollouts = _fill_with_informative_groups(config, parts, step, rollouts)
+        if parts.history is not None:
+            parts.history.record(step, rollouts)
         yield step, rollouts
 
 
 def _play(config: Config, parts: Parts, rows: Sequence[int], step: int, draw: int) -> list[Rollout]:
-    """The scored groups of some rows; with a greedy baseline, every rollout knows what the greedy answer earned."""
+    """The scored groups of some rows; with a greedy baseline, every rollout knows what the greedy answer earned.
+
+    With a curriculum, other rows take the place of those that it skips.
+    """
+    if parts.history is not None:
+        rows = parts.history.instead_of(rows, step, draw, config.seed)
     play_rows = partial(play, parts.task, parts.sampler, parts.chat, rows, seed=config.seed, step=step)
     rollouts = play_rows(group_size=config.group_size, sampling=config.sampling, stream=f"train.{draw}")
     if not config.algorithm.greedy_baseline:
@@ -155,10 +164,13 @@ class Parts:
     """Prompts for evaluation."""
     critic: Critic | None = None
     """Of an algorithm that has one (PPO)."""
+    history: History | None = None
+    """How the policy did on each prompt, of a run with a curriculum."""
 
     def saved(self) -> dict[str, checkpoint.Saved]:
         """What a checkpoint holds, by the name of its folder."""
-        return {"learner": self.learner} if self.critic is None else {"learner": self.learner, "critic": self.critic}
+        found = {"learner": self.learner, "critic": self.critic, "curriculum": self.history}
+        return {name: part for name, part in found.items() if part is not None}
 
     def evaluate(self, config: Config, log: RunLog, steps_done: int) -> Scores | None:
         """Evaluate the policy on the held-out prompts, if there are any, and log it."""
@@ -254,11 +266,8 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
     Raises:
         GroupwiseError: see `train`.
     """
-    task = task or load_task(config, config.data)
-    if held_out is None and config.evaluation.data is not None:
-        with _of_evaluation():
-            held_out = load_task(config, config.evaluation.data)
-    rows_for_step(len(task.rows), 0, config.prompts_per_step, config.seed)  # are there enough?
+    task, held_out = _apart(config, task or load_task(config.data, config.rewards), held_out)
+    task.rows_for_step(0, config.prompts_per_step, config.seed)  # are there enough?
     engine = local_engine(
         config.model,
         dtype=getattr(torch, config.engine.dtype),
@@ -276,13 +285,34 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
     chat = Chat(engine.tokenizer, engine.stop_ids)
     check = partial(check_task, chat=chat, max_tokens=config.sampling.max_tokens, context=engine.context)
     task = check(task, long_prompts=config.data.long_prompts)
-    rows_for_step(len(task.rows), 0, config.prompts_per_step, config.seed)  # still enough without the long ones?
+    task.rows_for_step(0, config.prompts_per_step, config.seed)  # still enough without the long ones?
     if held_out is not None:
         with _of_evaluation():
             held_out = check(held_out, long_prompts=(config.evaluation.data or config.data).long_prompts)
     return Parts(
-        task=task, sampler=engine.sampler, learner=engine.learner, critic=engine.critic, chat=chat, held_out=held_out
+        task=task,
+        sampler=engine.sampler,
+        learner=engine.learner,
+        critic=engine.critic,
+        chat=chat,
+        held_out=held_out,
+        history=None if config.curriculum is None else History(config.curriculum, task),
     )
+
+
+def _apart(config: Config, task: Task, held_out: Task | None) -> tuple[Task, Task | None]:
+    """The task to train on and the one to evaluate on, with no prompt on both sides."""
+    if held_out is None and config.evaluation.data is not None:
+        with _of_evaluation():
+            held_out = load_task(config.evaluation.data, config.rewards)
+    elif held_out is None and config.evaluation.fraction:
+        task, held_out = hold_out(task, config.evaluation.fraction)
+    if held_out is None:
+        return task, None
+    check_prompts(task)
+    with _of_evaluation():
+        check_prompts(held_out)
+    return without_held_out(task, held_out), held_out
 
 
 @contextlib.contextmanager
@@ -304,16 +334,6 @@ def load_sampler(model: str, engine: Engine) -> tuple[Sampler, Chat]:
     """
     policy, tokenizer, stop_ids = load_policy(model, getattr(torch, engine.dtype), device_of(engine))
     return LocalSampler(policy, stop_ids, max_batch_tokens=engine.sample_tokens), Chat(tokenizer, stop_ids)
-
-
-def load_task(config: Config, data: Data) -> Task:
-    """The rows of a dataset with the configuration's rewards.
-
-    Raises:
-        DataError: the dataset cannot be read.
-    """
-    rows = read_rows(data.path, split=data.split, limit=data.limit)
-    return Task(rows, config.rewards, prompt=data.prompt_column, system=data.system_prompt)
 
 
 def device_of(engine: Engine) -> torch.device:

@@ -16,14 +16,16 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, Valida
 from groupwise.errors import RewardError
 from groupwise.rewards.answers import ExactMatch, MathAnswer, RegexMatch
 from groupwise.rewards.calls import RewardFunction
+from groupwise.rewards.countdown import Countdown
 from groupwise.rewards.format import Format
+from groupwise.rewards.gym import Gym
 from groupwise.slots import OneOf, Slot
 
 
 class Reward(Slot):
     """One reward function, its weight in the sum, and its name in the metrics."""
 
-    use: Annotated[RewardFunction, OneOf(MathAnswer, ExactMatch, RegexMatch, Format)]
+    use: Annotated[RewardFunction, OneOf(MathAnswer, ExactMatch, RegexMatch, Format, Countdown, Gym)]
     """`f(rollout) -> float`, or TRL's `f(prompts, completions, **columns) -> list[float]`; a built-in by name, or code
     as `file.py:function`."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
