@@ -8,7 +8,7 @@ from groupwise.rewards.countdown import Countdown
 from groupwise.rewards.format import Format
 from groupwise.rewards.gym import Gym
 from groupwise.rewards.reward import Reward, RewardLike, Rewards, as_rewards
-from groupwise.rewards.scoring import check_rewards, score
+from groupwise.rewards.scoring import check_rewards, made_up, reference_answer, score
 
 __all__ = [
     "Countdown",
@@ -23,5 +23,7 @@ __all__ = [
     "Rewards",
     "as_rewards",
     "check_rewards",
+    "made_up",
+    "reference_answer",
     "score",
 ]

@@ -58,7 +58,7 @@ def check_rewards(rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]], 
     r"""Find what can be known to be wrong with the rewards before the first token is sampled.
 
     Each reward's columns are looked up in `rows`, and each is called once, unless its `trial` is off, on `rows[0]` with
-    a made-up completion: `\boxed{reference}` when the row has the column it reads (or `answer`), else the empty text.
+    a made-up completion: its `reference_answer`, or else the empty text.
 
     Raises:
         RewardError: a column is missing, or the trial raised, or returned anything but a finite number (or None).
@@ -69,18 +69,33 @@ def check_rewards(rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]], 
             _try(reward, rows[0], prompt_of)
 
 
-def _try(reward: Reward, row: Mapping[str, Any], prompt_of: PromptOf) -> None:
+def reference_answer(reward: Reward, row: Mapping[str, Any]) -> str | None:
+    r"""A completion that is right, as far as can be told from a row; None when it cannot.
+
+    A reward says it by its own `reference(row)`; else it is `\boxed{...}` of the column that it reads, or of `answer`.
+    """
+    known = getattr(reward.use, "reference", None)
+    if known is not None:
+        return known(row)
     columns: tuple[str, ...] = getattr(reward.use, "columns", ()) or ("answer",)
-    text = f"\\boxed{{{row[columns[0]]}}}" if columns[0] in row else ""
-    made_up = Rollout(
+    return f"\\boxed{{{row[columns[0]]}}}" if row.get(columns[0]) is not None else None
+
+
+def made_up(text: str, row: Mapping[str, Any], group: int = 0) -> Rollout:
+    """A rollout as if a policy had said this text."""
+    return Rollout(
         tokens=np.zeros(2, dtype=np.int32),
         loss_mask=np.array([False, True]),
         logprobs=np.zeros(2, dtype=np.float32),
-        group=0,
+        group=group,
         text=text,
         example=row,
     )
-    (verdict,) = verdicts(reward.title, reward.use, [made_up], [prompt_of(row)])
+
+
+def _try(reward: Reward, row: Mapping[str, Any], prompt_of: PromptOf) -> None:
+    text = reference_answer(reward, row) or ""
+    (verdict,) = verdicts(reward.title, reward.use, [made_up(text, row)], [prompt_of(row)])
     if verdict.problem:
         raise RewardError(
             f"rewards.{reward.title}: {verdict.problem} when tried on rows[0] with the completion {text!r}, before any "
