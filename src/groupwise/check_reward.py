@@ -142,7 +142,13 @@ class Report:
             if title in self.verifiers and wrong:
                 text = f" {_short(wrong[0].probe.text)}" if kind in (REFERENCE, OTHER) else ""
                 share = f"{len(wrong)} of {len(mine)} rows, such as rows[{wrong[0].probe.row}]"
-                yield f"{title} gives {wrong[0].value:g} to {kind}{text} ({share})"
+                rewrite = kind == REFERENCE and len(wrong) == len(mine)
+                way_out = "; if a right answer is written otherwise, say how with --answer" if rewrite else ""
+                yield f"{title} gives {wrong[0].value:g} to {kind}{text} ({share}){way_out}"
+
+    def unchecked(self) -> list[str]:
+        """The verifiers that were asked about no right answer, because none is known."""
+        return [title for title in self.verifiers if math.isnan(self.share_right(title, of_right=True))]
 
     def as_json(self) -> dict[str, Any]:
         """What JSON can spell: nan is null."""

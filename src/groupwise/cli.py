@@ -213,7 +213,10 @@ def check_reward(
         console = Console()
         for table in tables(report):
             console.print(table)
-        for problem in problems or [f"no fault found: {' and '.join(report.verifiers)} told right from wrong"]:
+        for title in report.unchecked():
+            note = f"{title}: no row has an answer known to be right; say how one is written with --answer"
+            console.print(note, highlight=False, markup=False, soft_wrap=True)
+        for problem in problems or ["no fault found"]:
             console.print(problem, highlight=False, markup=False, soft_wrap=True)
     if problems:
         raise typer.Exit(1)

@@ -17,6 +17,7 @@ from groupwise.slots import Slot
 
 _SIGNS = {r"\times": "*", r"\cdot": "*", r"\div": "/", "×": "*", "·": "*", "÷": "/", "−": "-", "[": "(", "]": ")"}
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_FRACTION = re.compile(r"\\d?frac\{([^{}]*)\}\{([^{}]*)\}")
 _ARITHMETIC = re.compile(r"[\d\s.+\-*/()]{1,200}")
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -70,7 +71,9 @@ def calculated(text: str) -> tuple[Fraction, Counter[Fraction]] | None:
 
     `\frac{a}{b}`, `\times`, `\div` and an `= result` at the end are understood.
     """
-    plain = re.sub(r"\\d?frac\{([^{}]*)\}\{([^{}]*)\}", r"((\1)/(\2))", text.partition("=")[0].strip(" \n$.`"))
+    plain = text.partition("=")[0].strip(" \n$.`")
+    while (flatter := _FRACTION.sub(r"((\1)/(\2))", plain)) != plain:  # the innermost first
+        plain = flatter
     for sign, ours in _SIGNS.items():
         plain = plain.replace(sign, ours)
     if not _ARITHMETIC.fullmatch(plain):

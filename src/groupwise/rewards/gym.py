@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
-from groupwise.errors import DataError, did_you_mean
+from groupwise.errors import DataError, GroupwiseError, did_you_mean
 from groupwise.records import Rollout
 from groupwise.rewards.answers import boxed, final_part
 from groupwise.seeding import key
@@ -62,7 +62,14 @@ def gym_rows(name: str, split: str, options: Mapping[str, Any], size: int | None
         DataError: reasoning-gym is not installed, has no dataset of this name, or refuses an option.
     """
     made_by = json.dumps({"name": name, **options, "seed": key("gym", name, split) % 2**31, "size": size or SIZE})
-    entries: list[dict[str, Any]] = list(_maker(made_by))
+    try:
+        entries: list[dict[str, Any]] = list(_maker(made_by))
+    except GroupwiseError:
+        raise
+    except (TypeError, ValueError, AssertionError) as error:
+        raise DataError(
+            f"data.options: reasoning-gym's {name} refuses {dict(options)}: {error}; change them"
+        ) from error
     return [{"prompt": entry["question"], **entry, "gym": made_by} for entry in entries]
 
 
@@ -82,10 +89,4 @@ def _maker(made_by: str) -> Any:
             f"data.path: {PREFIX}{name}: reasoning-gym has no such dataset{did_you_mean(name, DATASETS)}; accepted: "
             f"{', '.join(sorted(DATASETS))}"
         )
-    try:
-        return reasoning_gym.create_dataset(name, **options)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise DataError(
-            f"data.options: reasoning-gym's {name} refuses them: {error}; accepted: "
-            f"{', '.join(DATASETS[name][1].__dataclass_fields__)}"
-        ) from error
+    return reasoning_gym.create_dataset(name, **options)
