@@ -245,7 +245,7 @@ def test_held_out_prompts_are_taken_out_of_the_training_and_it_is_said(caplog: p
     task = Task([{"prompt": f"Question {i}"} for i in range(10)], MATH, system="Think.")
     held_out = Task([{"prompt": [{"role": "user", "content": "QUESTION  4"}]}, {"prompt": "another"}], MATH)
     with caplog.at_level(logging.WARNING, "groupwise"):
-        left = without_held_out(Task(task.rows, MATH), held_out)
+        left = without_held_out(task, held_out)
     assert [row["prompt"] for row in left.rows] == [f"Question {i}" for i in range(10) if i != 4]
     assert caplog.messages == [
         "data: 1 of 10 prompts are held out, too, such as rows[4] 'question 4'; left out of the training"

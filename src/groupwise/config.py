@@ -208,6 +208,8 @@ class Config(Slot):
                 "algorithm.supervision: process learns from Rollout.step_rewards alone, and no reward function fills "
                 "them: only a loop of your own can (see examples/own_loop.py)"
             )
+        if self.curriculum is not None and self.group_size == 1:
+            found.append("curriculum takes every prompt for always or never solved when group_size is 1")
         kl = self.algorithm.kl
         if kl is not None and kl.to == "old" and self.updates_per_step == 1:
             found.append("algorithm.kl.to: old is the current policy when updates_per_step is 1: the KL has no effect")

@@ -203,9 +203,13 @@ def mixed_rows_for_step(
 
 
 def normal_form(prompt: Prompt) -> str:
-    """The words of a prompt without differences of case and spacing: equal for prompts that ask the same."""
-    said = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
-    return " ".join(" ".join(said).split()).casefold()
+    """The words of a prompt, but for its system message, without differences of case and spacing.
+
+    It is equal for prompts that ask the same.
+    """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    asked = [message for message in messages if message["role"] != "system"] or messages
+    return " ".join(" ".join(message["content"] for message in asked).split()).casefold()
 
 
 def split_rows(
