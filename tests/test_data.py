@@ -12,14 +12,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
-from toys import toy_config, toy_folder, toy_rows
+from toys import sampled, toy_config, toy_folder, toy_rows
 
 from groupwise.config import Config
 from groupwise.data import Data, hold_out, load_task, without_held_out
 from groupwise.errors import ConfigError, DataError
 from groupwise.rewards import as_rewards, made_up, reference_answer, score
 from groupwise.tasks import Task, check_prompts, normal_form, read_rows
-from groupwise.train import build
+from groupwise.train import build, train
 
 HERE = Path(__file__).parent / "data"
 MATH = as_rewards("math_answer")
@@ -271,6 +271,29 @@ def test_a_run_file_reaches_the_split_and_the_deduplication(tmp_path: Path, capl
         parts = build(toy_config(tmp_path, evaluation={"data": {"path": str(tmp_path / "test.jsonl")}}))
     assert len(parts.task.rows) == 31
     assert "1 of 32 prompts are held out, too, such as rows[3] 'w5'" in caplog.text
+
+
+def test_a_mixture_with_a_fraction_and_a_curriculum_trains(tmp_path: Path) -> None:
+    toy_folder(tmp_path / "model")
+    toy_rows(tmp_path / "a.jsonl", [{"q": f"w{i}"} for i in range(2, 30)])
+    toy_rows(tmp_path / "b.jsonl", [{"deep": {"prompt": f"w{i} w{i}"}} for i in range(2, 10)])
+    mixture = [
+        {"path": str(tmp_path / "a.jsonl"), "columns": {"prompt": "{{ q }}"}, "weight": 3},
+        {"path": str(tmp_path / "b.jsonl"), "columns": {"prompt": "deep.prompt"}},
+    ]
+    config = toy_config(
+        tmp_path,
+        data={"mixture": mixture},
+        evaluation={"fraction": 0.2, "every": 2},
+        curriculum={"visits": 1},
+        output=str(tmp_path / "run"),
+    )
+    run = train(config)
+    prompts = {row["prompt"] for step in range(1, 7) for row in sampled(run.folder, step)}
+    assert {len(prompt.split()) for prompt in prompts} == {1, 2}
+    assert run.after is not None
+    assert not prompts & {rollout.example["prompt"] for rollout in run.after.rollouts}
+    assert Config.load(run.folder / "config.yaml") == config.resolve()
 
 
 def test_a_fraction_beside_held_out_data_is_refused(tmp_path: Path) -> None:

@@ -220,7 +220,9 @@ def check_run(config: Config, rows: int, prompts: int, answer: str | None) -> Re
         chosen = generator(config.seed, "check-reward", "samples").permutation(len(task.rows))[:prompts].tolist()
         play_rows = partial(play, task, sampler, chat, chosen, group_size=config.group_size, sampling=config.sampling)
         sampled = play_rows(seed=config.seed, step=0, stream="check-reward")
-    return check_reward(task, rows, config.seed, None if answer is None else maker(answer, "--answer"), sampled)
+    make = None if answer is None else maker(answer, "--answer")
+    written = None if make is None else lambda row, name: str(make(row, name))
+    return check_reward(task, rows, config.seed, written, sampled)
 
 
 def probes(
@@ -316,7 +318,7 @@ def tables(report: Report) -> Iterator[Table]:
     table.add_row("ms per call, median", *(f"{1e3 * typical:.2f}" for typical, _ in seconds))
     table.add_row("ms per call, worst", *(f"{1e3 * worst:.2f}" for _, worst in seconds))
     failed = [sum(bool(judgement.problem) for judgement in report.judgements[title]) for title in titles]
-    table.add_row("calls that failed", *map(str, failed))
+    table.add_row("answers it could not judge", *map(str, failed))
     if report.samples is not None:
         means = [report.samples.means.get(title, math.nan) for title in titles]
         table.add_row("mean on samples", *("-" if math.isnan(mean) else f"{mean:.3f}" for mean in means))
