@@ -220,9 +220,12 @@ def check_run(config: Config, rows: int, prompts: int, answer: str | None) -> Re
         chosen = generator(config.seed, "check-reward", "samples").permutation(len(task.rows))[:prompts].tolist()
         play_rows = partial(play, task, sampler, chat, chosen, group_size=config.group_size, sampling=config.sampling)
         sampled = play_rows(seed=config.seed, step=0, stream="check-reward")
-    make = None if answer is None else maker(answer, "--answer")
-    written = None if make is None else lambda row, name: str(make(row, name))
-    return check_reward(task, rows, config.seed, written, sampled)
+    return check_reward(task, rows, config.seed, None if answer is None else _written(answer), sampled)
+
+
+def _written(answer: str) -> Callable[[Row, str], str]:
+    make = maker(answer, "--answer")
+    return lambda row, name: str(make(row, name))
 
 
 def probes(
