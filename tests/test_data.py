@@ -204,6 +204,20 @@ def test_a_mixture_that_cannot_be_meant_is_refused(data: dict[str, Any], message
         Config.parse({"model": "m", "rewards": "math_answer", "data": data})
 
 
+def test_what_is_wrong_with_a_dataset_of_a_mixture_names_its_place(tmp_path: Path) -> None:
+    good = str(toy_rows(tmp_path / "rows.jsonl"))
+    for wrong, message in (
+        ({"path": "nowhere.jsonl"}, r"data\.mixture\[1\]\.path: nowhere\.jsonl: no such file"),
+        ({"path": good, "name": "b", "options": {"a": 1}}, r"data\.mixture\[1\]\.options: only gym:NAME has options"),
+        (
+            {"path": good, "name": "b", "columns": {"q": "r"}},
+            r"data\.mixture\[1\]\.columns\.q: rows\[0\] has no column",
+        ),
+    ):
+        with pytest.raises(DataError, match=message):
+            task_of({"data": {"mixture": [{"path": good}, wrong]}, "rewards": "math_answer"})
+
+
 def test_a_dataset_of_which_nothing_is_left_is_an_error(tmp_path: Path) -> None:
     task = mixture(tmp_path, {"a": 3, "b": 3}, {"a": 1.0, "b": 1.0})
     left = without_held_out(task, Task([row for row in task.rows if row["dataset"] == "b"], MATH))
@@ -215,7 +229,7 @@ def test_a_dataset_of_which_nothing_is_left_is_an_error(tmp_path: Path) -> None:
 
 def test_options_are_for_gym_alone(tmp_path: Path) -> None:
     path = str(toy_rows(tmp_path / "rows.jsonl"))
-    with pytest.raises(DataError, match=r"data\.options: only gym:NAME has options, and data\.path is .*rows"):
+    with pytest.raises(DataError, match=r"data\.options: only gym:NAME has options, and the path here is .*rows"):
         load_task(Data(path=path, options={"size": 3}), MATH)
 
 

@@ -105,15 +105,21 @@ def load_task(data: Data, rewards: tuple[Reward, ...]) -> Task:
 
 
 def _rows(dataset: Dataset, where: str) -> list[dict[str, Any]]:
-    if dataset.path.startswith(PREFIX):
-        rows = gym_rows(dataset.path.removeprefix(PREFIX), dataset.split, dataset.options, dataset.limit)
-    elif dataset.options:
-        raise DataError(
-            f"{where}.options: only {PREFIX}NAME has options, and {where}.path is {dataset.path}; take them out"
-        )
-    else:
-        rows = read_rows(dataset.path, split=dataset.split, limit=dataset.limit)
+    try:
+        rows = _read(dataset)
+    except DataError as error:  # which says it of `data`
+        raise DataError(str(error).replace("data.", f"{where}.", 1)) from error
     return with_columns(rows, dataset.columns, f"{where}.columns") if dataset.columns else rows
+
+
+def _read(dataset: Dataset) -> list[dict[str, Any]]:
+    if dataset.path.startswith(PREFIX):
+        return gym_rows(dataset.path.removeprefix(PREFIX), dataset.split, dataset.options, dataset.limit)
+    if dataset.options:
+        raise DataError(
+            f"data.options: only {PREFIX}NAME has options, and the path here is {dataset.path}; take them out"
+        )
+    return read_rows(dataset.path, split=dataset.split, limit=dataset.limit)
 
 
 def hold_out(task: Task, fraction: float) -> tuple[Task, Task]:
