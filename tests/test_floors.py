@@ -19,10 +19,10 @@ FLOORS = (
     {"advantages", "shaping", "weights", "losses", "penalties", "model", "model_files", "resources", "head"}
     | {"folding", "lean", "decoding", "drawing", "packing"},
     {"algorithms", "presets", "chat", "engines"},
-    {"rollout", "tasks", "rewards"}
+    {"rollout", "tasks", "columns", "data", "rewards"}
     | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
-    {"train", "checks", "evaluate", "checkpoint", "report", "log", "config", "explain"},
-    {"cli", "quickstart", "arithmetic"}
+    {"train", "checks", "evaluate", "checkpoint", "report", "log", "config", "curriculum", "explain"},
+    {"cli", "quickstart", "arithmetic", "check_reward"}
     | {"foreign", "foreign.roll", "foreign.roll_algorithm", "foreign.trl", "foreign.trl_algorithm", "foreign.cli"},
 )
 SURFACE = {"", "__main__"}  # groupwise/__init__.py gathers the public names; nothing of ours imports it
@@ -43,17 +43,19 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "model": {"model_files"},
     "presets": {"algorithms"},
     "tasks": {"rewards"},
+    "data": {"columns", "rewards", "tasks"},
     "rollout": {"tasks", "rewards"},
     "log": {"evaluate"},
+    "config": {"curriculum"},
     "checks": {"config"},
-    "train": {"config", "checks", "checkpoint", "evaluate", "log"},
+    "train": {"config", "checks", "checkpoint", "curriculum", "evaluate", "log"},
     "quickstart": {"arithmetic"},
     "foreign.roll_algorithm": {"foreign"},
     "foreign.roll": {"foreign", "foreign.roll_algorithm"},
     "foreign.trl_algorithm": {"foreign"},
     "foreign.trl": {"foreign", "foreign.trl_algorithm"},
     "foreign.cli": {"foreign", "foreign.roll", "foreign.trl"},
-    "cli": {"quickstart", "foreign.cli"},
+    "cli": {"check_reward", "quickstart", "foreign.cli"},
 }
 # An engine knows tensors and requests, never an algorithm, a task or the loop.
 ENGINES_MAY_IMPORT = {
@@ -78,9 +80,9 @@ CORE = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets
 CORE |= {"jinja2", "math_verify", "latex2sympy2_extended", "sympy", "pydantic_core", "huggingface_hub", "pyarrow"}
 # An extra is imported in one file only, and so is httpx2, which is in the core for that file alone. Whoever first uses
 # one of those without a file names its file here.
-EXTRAS = {"vllm": "engines.vllm", "ray": "engines.ray", "httpx2": "rewards.endpoint"}
+EXTRAS = {"vllm": "engines.vllm", "ray": "engines.ray", "reasoning_gym": "rewards.gym", "httpx2": "rewards.endpoint"}
 EXTRAS |= dict.fromkeys(["jsonschema", "referencing"], "rewards.json_schema")
-EXTRAS |= dict.fromkeys(["peft", "tensorboard", "wandb", "trackio", "reasoning_gym"], "no file yet")
+EXTRAS |= dict.fromkeys(["peft", "tensorboard", "wandb", "trackio"], "no file yet")
 # The mathematics can be read and tested with one array library.
 ONLY = {
     "advantages": {"numpy", "pydantic"},

@@ -247,7 +247,8 @@ def _vector(values: list[float]) -> str:
 CONFIGURATION = f"""# Settings
 
 {_made_by("`groupwise config --reference`")}
-A run file is YAML with these settings; only `model`, `data.path` and `rewards` are required.
+A run file is YAML with these settings; only `model`, `data.path` (or `data.mixture`) and `rewards` are
+required.
 `groupwise train RUN.yaml key=value` sets single ones on top, with dots between the names. `groupwise config RUN.yaml`
 prints the whole tree as a run would use it. A setting that does not exist, or has the wrong type, is an error.
 

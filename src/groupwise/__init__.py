@@ -24,7 +24,9 @@ from groupwise.advantages import (
 )
 from groupwise.algorithms import Algorithm
 from groupwise.chat import Chat
-from groupwise.config import Checkpoint, Config, Data, Engine, Evaluation
+from groupwise.config import Checkpoint, Config, Engine, Evaluation
+from groupwise.curriculum import Curriculum
+from groupwise.data import Data, Portion
 from groupwise.engines import Completion, Learner, Optimizer, Request, Sampler, Sampling
 from groupwise.errors import CheckpointError, ConfigError, DataError, GroupwiseError, ModelError, RewardError
 from groupwise.evaluate import Scores, evaluate
@@ -99,6 +101,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "CosineLength",
+    "Curriculum",
     "Data",
     "DataError",
     "Decoupled",
@@ -123,6 +126,7 @@ __all__ = [
     "MovingMean",
     "OffPolicyMask",
     "Optimizer",
+    "Portion",
     "PromptMean",
     "Reinforce",
     "Request",

@@ -245,6 +245,10 @@ def _without_effect(config: Config) -> Iterator[tuple[bool, str]]:
         "engine.dtype: bfloat16 holds the weights themselves in bfloat16: small optimizer steps round away "
         "(1e-6 nearly always); use float32 unless memory forbids",
     )
+    yield (
+        config.curriculum is not None and config.group_size == 1,
+        "curriculum takes every prompt for always or never solved when group_size is 1",
+    )
     for path, every in (("evaluation.every", config.evaluation.every), ("checkpoint.every", config.checkpoint.every)):
         yield every > config.steps, f"{path}: {every} is never reached in steps: {config.steps}; only the end counts"
     yield (
@@ -267,8 +271,8 @@ def _evaluation_without_effect(evaluation: Evaluation) -> Iterator[tuple[bool, s
         evaluation.temperature == 0 and bool({"top_p", "top_k"} & _changed(evaluation)),
         "evaluation.top_p and evaluation.top_k have no effect at evaluation.temperature: 0",
     )
-    for name in sorted(_changed(evaluation) - {"data"}) if evaluation.data is None else ():
-        yield True, f"evaluation.{name} has no effect without evaluation.data"
+    for name in sorted(_changed(evaluation) - {"data"}) if evaluation.data is None and not evaluation.fraction else ():
+        yield True, f"evaluation.{name} has no effect without evaluation.data or evaluation.fraction"
 
 
 def _changed(slot: Slot) -> set[str]:

@@ -1,6 +1,6 @@
-"""The command line: quickstart, train, eval, sample, config, explain, import.
+"""The command line: quickstart, train, eval, sample, check-reward, config, explain, import.
 
-Exit codes: 0 done; 2 the input is wrong (one message on standard error); 1 anything else.
+Exit codes: 0 done; 2 the input is wrong (one message on standard error); 1 anything else, a faulty reward included.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.console import Console
 
 from groupwise.algorithms import Algorithm
 from groupwise.checkpoint import newest
-from groupwise.config import Config, Engine, apply, read_yaml, reference
+from groupwise.config import Config, Engine, Tree, apply, read_yaml, reference
 from groupwise.errors import CheckpointError, ConfigError, GroupwiseError, did_you_mean
 from groupwise.foreign.cli import app as import_app
 from groupwise.presets import PRESETS
@@ -49,6 +49,11 @@ def read_config(settings: Sequence[str] | None, **flags: Any) -> Config:
     Raises:
         ConfigError: a setting is wrong, or there are two run files.
     """
+    return Config.parse(read_tree(settings, **flags))
+
+
+def read_tree(settings: Sequence[str] | None, **flags: Any) -> Tree:
+    """The settings of `read_config` as plain values, before they are checked."""
     files = [text for text in settings or () if "=" not in text]
     if len(files) > 1:
         raise ConfigError(f"{files[1]}: a second run file; pass one, and settings as key=value")
@@ -64,7 +69,7 @@ def read_config(settings: Sequence[str] | None, **flags: Any) -> Config:
     for text in settings or ():
         if "=" in text:
             apply(tree, text)
-    return Config.parse(tree)
+    return tree
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -179,6 +184,42 @@ def sample(
     completions = sampler.sample([request], Sampling(max_tokens=max_tokens, temperature=temperature))[0]
     for completion in completions:
         print(chat.text(completion.tokens))
+
+
+@app.command("check-reward")
+def check_reward(
+    settings: Settings = None,
+    model: Model = None,
+    data: DataFile = None,
+    reward: RewardNames = None,
+    sample: Annotated[int, typer.Option("--sample", min=0, help="Prompts to answer with the model, too.")] = 0,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows to ask the rewards about.")] = 32,
+    answer: Annotated[
+        str | None,
+        typer.Option("--answer", help=r"How a right answer is written, such as 'So it is {{solution}}.'"),
+    ] = None,
+    as_json: Json = False,
+    traceback: Traceback = False,
+) -> None:
+    """Try the rewards on right, wrong and hostile answers: exits with 1 when they can be fooled, or fail."""
+    from groupwise.check_reward import check_run, tables
+
+    tree = {"model": "", **read_tree(settings, model=model, data=data, rewards=reward)}
+    report = check_run(Config.parse(tree), rows, sample, answer)
+    problems = report.problems()
+    if as_json:
+        print(json.dumps(report.as_json()))
+    else:
+        console = Console()
+        for table in tables(report):
+            console.print(table)
+        for title in report.unchecked():
+            note = f"{title}: no row has an answer known to be right; say how one is written with --answer"
+            console.print(note, highlight=False, markup=False, soft_wrap=True)
+        for problem in problems or ["no fault found"]:
+            console.print(problem, highlight=False, markup=False, soft_wrap=True)
+    if problems:
+        raise typer.Exit(1)
 
 
 @app.command()

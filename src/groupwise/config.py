@@ -18,12 +18,13 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from groupwise.advantages import GroupStd, of_group
 from groupwise.algorithms import Algorithm
+from groupwise.curriculum import Curriculum
+from groupwise.data import Data
 from groupwise.engines import Optimizer, Sampling
 from groupwise.errors import ConfigError, did_you_mean
 from groupwise.presets import PRESETS
 from groupwise.rewards import Rewards
 from groupwise.slots import OneOf, Slot, replace
-from groupwise.tasks import LongPrompts
 
 Tree = dict[str, Any]
 TRL_NAMES = {
@@ -81,29 +82,13 @@ def merge(base: Any, changes: Any) -> Any:
     return {**under, **{name: merge(under.get(name), value) for name, value in over.items()}}
 
 
-class Data(Slot):
-    """Where the prompts come from."""
-
-    path: str
-    """A .jsonl, .json, .csv or .parquet file, or a dataset id of the Hugging Face hub."""
-    split: str = "train"
-    """Which split of a hub dataset."""
-    prompt_column: str = "prompt"
-    """The column with the prompt: a string, or chat messages."""
-    system_prompt: str | None = None
-    """Put before every conversation that does not bring its own."""
-    limit: int | None = Field(default=None, ge=1)
-    """Use only this many rows from the start."""
-    long_prompts: LongPrompts = "error"
-    """What to do with prompts that leave no room for `sampling.max_tokens` in the model's context; `truncate-left`
-    keeps their end."""
-
-
 class Evaluation(Slot):
     """Held-out prompts, answered before, during and after training."""
 
     data: Data | None = None
-    """The prompts; null for no evaluation."""
+    """The prompts; null for no evaluation, or for a `fraction` of the training prompts."""
+    fraction: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of `data` that is held out in place of `evaluation.data`, by a hash of each prompt."""
     every: int = Field(default=0, ge=0)
     """Steps between evaluations; 0 evaluates only before and after."""
     samples: int = Field(default=1, ge=1)
@@ -173,6 +158,8 @@ class Config(Slot):
     """Optimizer steps on the rollouts of one step, each on its share of the groups."""
     seed: int = 0
     """Decides everything random."""
+    curriculum: Curriculum | None = None
+    """Which prompts are skipped for a while, going by how the policy did on them; null: none."""
     sampling: Sampling = Sampling()
     """How completions are drawn in training."""
     optimizer: Optimizer = Optimizer()
@@ -224,6 +211,10 @@ class Config(Slot):
             self.updates_per_step > self.prompts_per_step,
             f"updates_per_step: {self.updates_per_step}; each update needs at least one group: set it to at most "
             f"prompts_per_step: {self.prompts_per_step}, or raise that",
+        )
+        yield (
+            self.evaluation.data is not None and self.evaluation.fraction > 0,
+            f"evaluation.fraction: {self.evaluation.fraction}; evaluation.data names held-out prompts already: set one",
         )
 
     def resolve(self) -> Config:

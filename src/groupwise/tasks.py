@@ -10,9 +10,13 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, cast
+
+import numpy as np
 
 from groupwise.chat import Chat, Prompt
 from groupwise.errors import DataError, Findings, did_you_mean
@@ -22,6 +26,8 @@ from groupwise.seeding import generator, key
 from groupwise.slots import replace
 
 Row = Mapping[str, Any]
+LABEL = "dataset"
+"""The column that says which dataset of a mixture a row is from."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -39,6 +45,8 @@ class Task:
     user's message; the empty string does only that."""
     longest_prompt: int | None = None
     """Of a prompt with more tokens, only the last so many are asked; see `Chat.prompt`."""
+    mixture: Mapping[str, float] = field(default_factory=dict[str, float])
+    """How often each dataset is drawn, by what its rows have in the column `dataset`; empty: there is only one."""
 
     def prompt_of(self, row: Row) -> Prompt:
         """The prompt of a row of this task that has passed `check_prompts`."""
@@ -48,6 +56,19 @@ class Task:
         spoken = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
         keeps = not self.system or spoken[0]["role"] == "system"
         return spoken if keeps else [{"role": "system", "content": self.system}, *spoken]
+
+    def rows_for_step(self, step: int, prompts_per_step: int, seed: int) -> list[int]:
+        """Which rows step `step` (from 0) uses: `rows_for_step`, or `mixed_rows_for_step` of a mixture."""
+        if not self.mixture:
+            return rows_for_step(len(self.rows), step, prompts_per_step, seed)
+        return mixed_rows_for_step(self._datasets, self.mixture, step, prompts_per_step, seed)
+
+    @cached_property
+    def _datasets(self) -> Mapping[str, Sequence[int]]:
+        found: dict[str, list[int]] = {name: [] for name in self.mixture}
+        for index, row in enumerate(self.rows):
+            found[row[LABEL]].append(index)
+        return found
 
 
 LongPrompts = Literal["error", "drop", "truncate-left"]
@@ -185,19 +206,68 @@ def rows_for_step(count: int, step: int, prompts_per_step: int, seed: int) -> li
             f"set prompts_per_step to at most {count}, or add rows"
         )
     first = step * prompts_per_step
-    epochs = range(first // count, (first + prompts_per_step - 1) // count + 1)
-    orders = {epoch: generator(seed, "order", epoch).permutation(count) for epoch in epochs}
-    return [int(orders[place // count][place % count]) for place in range(first, first + prompts_per_step)]
+    return _through_epochs(count, range(first, first + prompts_per_step), seed)
 
 
-def split_rows(rows: Sequence[Row], test_fraction: float, column: str = "prompt") -> tuple[list[Row], list[Row]]:
+def _through_epochs(count: int, places: range, seed: int, *stream: str) -> list[int]:
+    """Which of `count` rows stand at these places of one epoch after the other."""
+    epochs = {place // count for place in places}
+    orders = {epoch: generator(seed, "order", *stream, epoch).permutation(count) for epoch in epochs}
+    return [int(orders[place // count][place % count]) for place in places]
+
+
+def mixed_rows_for_step(
+    datasets: Mapping[str, Sequence[int]], weights: Mapping[str, float], step: int, prompts_per_step: int, seed: int
+) -> list[int]:
+    """Which rows step `step` (from 0) of a mixture uses: int[prompts_per_step], a pure function of its arguments.
+
+    Each prompt's dataset is drawn by weight, and each dataset goes through epochs of its own: no row of it comes twice
+    before all have come once.  A step may hold a prompt twice when its dataset is smaller than its share of the step.
+
+    Args:
+        datasets: the rows of each dataset, by its name.
+        weights: relative to each other, by the same names.
+
+    Raises:
+        DataError: a dataset has no rows.
+    """
+    for name, rows in datasets.items():
+        if not rows:
+            raise DataError(
+                f"data.mixture: no row of {name} is left to train on; take it out of the mixture, or add rows"
+            )
+    names, first = list(weights), step * prompts_per_step
+    edges = np.cumsum([weights[name] for name in names]) / sum(weights.values())
+    # The stream is one for the whole run, so that how often a dataset came before this step follows from its beginning.
+    draws = np.searchsorted(edges[:-1], generator(seed, "mixture").random(first + prompts_per_step), side="right")
+    chosen = np.empty(prompts_per_step, dtype=np.int64)
+    for number, name in enumerate(names):
+        before, now = int((draws[:first] == number).sum()), draws[first:] == number
+        places = _through_epochs(len(datasets[name]), range(before, before + int(now.sum())), seed, name)
+        chosen[now] = [datasets[name][place] for place in places]
+    return chosen.tolist()
+
+
+def normal_form(prompt: Prompt) -> str:
+    """The words of a prompt, but for its system message, without differences of case and spacing.
+
+    It is equal for prompts that ask the same.
+    """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    asked = [message for message in messages if message["role"] != "system"] or messages
+    return " ".join(" ".join(message["content"] for message in asked).split()).casefold()
+
+
+def split_rows(
+    rows: Sequence[Row], test_fraction: float, prompt_of: Callable[[Row], Prompt] = itemgetter("prompt")
+) -> tuple[list[Row], list[Row]]:
     """(train, test) by a hash of each row's prompt, so that a row stays on its side whatever is added around it.
 
-    Rows with equal prompts are on the same side: nothing of the test is ever trained on.
+    Rows whose prompts have the same `normal_form` are on the same side: nothing of the test is ever trained on.
     """
     sides: tuple[list[Row], list[Row]] = ([], [])
     for row in rows:
-        chance = key("split", json.dumps(row[column], sort_keys=True)) / 2**64
+        chance = key("split", normal_form(prompt_of(row))) / 2**64
         sides[chance < test_fraction].append(row)
     return sides
 

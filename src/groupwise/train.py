@@ -29,7 +29,9 @@ from groupwise.checks import (
     data_cautions,
     outline,
 )
-from groupwise.config import Config, Data, Engine
+from groupwise.config import Config, Engine
+from groupwise.curriculum import History
+from groupwise.data import Data, hold_out, load_task, without_held_out
 from groupwise.devices import find_device
 from groupwise.engines import Critic, Learner, Sampler
 from groupwise.engines.local import LocalSampler, load_policy, local_engine
@@ -42,7 +44,7 @@ from groupwise.rewards import workers_end
 from groupwise.rollout import play
 from groupwise.seeding import generator
 from groupwise.slots import replace
-from groupwise.tasks import Task, check_task, read_rows, rows_for_step
+from groupwise.tasks import Task, check_prompts, check_task
 
 RUNS = "runs"
 """The folder in which runs are made that name none."""
@@ -81,15 +83,22 @@ def update(batch: Batch, algorithm: Algorithm, parts: Parts) -> dict[str, float]
 def experience(config: Config, parts: Parts, start: int = 0) -> Iterator[tuple[int, list[Rollout]]]:
     """(step, its scored groups), from the policy as it is when the step is asked for."""
     for step in range(start, config.steps):
-        rows = rows_for_step(len(parts.task.rows), step, config.prompts_per_step, config.seed)
-        rollouts = _play(config, parts, rows, step, 0)
+        usual = parts.task.rows_for_step(step, config.prompts_per_step, config.seed)
+        rollouts = _play(config, parts, usual, step, 0)
         if config.algorithm.filter == "dynamic_sampling":
             rollouts = _fill_with_informative_groups(config, parts, step, rollouts)
+        if parts.history is not None:
+            parts.history.record(step, rollouts)
         yield step, rollouts
 
 
 def _play(config: Config, parts: Parts, rows: Sequence[int], step: int, draw: int) -> list[Rollout]:
-    """The scored groups of some rows; with a greedy baseline, every rollout knows what the greedy answer earned."""
+    """The scored groups of some rows; with a greedy baseline, every rollout knows what the greedy answer earned.
+
+    With a curriculum, other rows take the place of those that it skips.
+    """
+    if parts.history is not None:
+        rows = parts.history.instead_of(rows, step, draw, config.seed)
     play_rows = partial(play, parts.task, parts.sampler, parts.chat, rows, seed=config.seed, step=step)
     rollouts = play_rows(group_size=config.group_size, sampling=config.sampling, stream=f"train.{draw}")
     if not config.algorithm.greedy_baseline:
@@ -173,10 +182,13 @@ class Parts:
     """Of an algorithm that has one (PPO)."""
     cautions: tuple[str, ...] = ()
     """What was unusual about data, memory or disk."""
+    history: History | None = None
+    """How the policy did on each prompt, of a run with a curriculum."""
 
     def saved(self) -> dict[str, checkpoint.Saved]:
         """What a checkpoint holds, by the name of its folder."""
-        return {"learner": self.learner} if self.critic is None else {"learner": self.learner, "critic": self.critic}
+        found = {"learner": self.learner, "critic": self.critic, "curriculum": self.history}
+        return {name: part for name, part in found.items() if part is not None}
 
     def evaluate(self, config: Config, log: RunLog, steps_done: int) -> Scores | None:
         """Evaluate the policy on the held-out prompts, if there are any, and log it."""
@@ -299,6 +311,7 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
         chat=Chat(engine.tokenizer, engine.stop_ids),
         held_out=ready.held_out,
         cautions=ready.cautions,
+        history=None if config.curriculum is None else History(config.curriculum, ready.task),
     )
 
 
@@ -326,14 +339,17 @@ def prepare(
         if training:
             unusual += check_memory(config, known, device)
     with findings:
-        task = task or load_task(config, config.data)
+        task = task or load_task(config.data, config.rewards)
+        if held_out is None and config.evaluation.fraction:
+            check_prompts(task)
+            task, held_out = hold_out(task, config.evaluation.fraction)
         if training:
             with findings:
-                rows_for_step(len(task.rows), 0, config.prompts_per_step, config.seed)  # are there enough?
+                task.rows_for_step(0, config.prompts_per_step, config.seed)  # are there enough?
         task = _checked(config, task, config.data, known)
     with findings, _of_evaluation():
         data = config.evaluation.data
-        held_out = load_task(config, data) if held_out is None and data is not None else held_out
+        held_out = load_task(data, config.rewards) if held_out is None and data is not None else held_out
         if held_out is not None:
             held_out = _checked(config, held_out, data or config.data, known)
     if training:
@@ -346,7 +362,8 @@ def prepare(
     findings.settle()
     assert task is not None and device is not None, "settled"
     if training:
-        rows_for_step(len(task.rows), 0, config.prompts_per_step, config.seed)  # still enough without the long ones?
+        task = task if held_out is None else without_held_out(task, held_out)
+        task.rows_for_step(0, config.prompts_per_step, config.seed)  # still enough without those and the long ones?
     return Prepared(task, held_out, device, (*unusual, *data_cautions(config, task, held_out)))
 
 
@@ -383,16 +400,6 @@ def load_sampler(model: str, engine: Engine) -> tuple[Sampler, Chat]:
     """
     policy, tokenizer, stop_ids = load_policy(model, getattr(torch, engine.dtype), device_of(engine))
     return LocalSampler(policy, stop_ids, max_batch_tokens=engine.sample_tokens), Chat(tokenizer, stop_ids)
-
-
-def load_task(config: Config, data: Data) -> Task:
-    """The rows of a dataset with the configuration's rewards.
-
-    Raises:
-        DataError: the dataset cannot be read.
-    """
-    rows = read_rows(data.path, split=data.split, limit=data.limit)
-    return Task(rows, config.rewards, prompt=data.prompt_column, system=data.system_prompt)
 
 
 def device_of(engine: Engine) -> torch.device:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from groupwise.rewards.answers import ExactMatch, MultipleChoice, RegexMatch
 from groupwise.rewards.calls import RewardFunction
 from groupwise.rewards.code import Code
+from groupwise.rewards.countdown import Countdown
 from groupwise.rewards.format import Format
+from groupwise.rewards.gym import Gym
 from groupwise.rewards.json_schema import JsonSchema
 from groupwise.rewards.judge import Judge, ScoreField, ScorePattern
 from groupwise.rewards.math import MathAnswer
@@ -13,15 +15,17 @@ from groupwise.rewards.process import NextToken, ProcessRewardModel, TokenClassi
 from groupwise.rewards.prose import Repetition, Script
 from groupwise.rewards.reward import Reward, RewardLike, Rewards, as_rewards
 from groupwise.rewards.reward_model import RewardModel
-from groupwise.rewards.scoring import PASSED, check_rewards, grades, score
+from groupwise.rewards.scoring import PASSED, check_rewards, grades, made_up, reference_answer, score
 from groupwise.rewards.steps import StepRewards
 from groupwise.rewards.workers import workers_end
 
 __all__ = [
     "PASSED",
     "Code",
+    "Countdown",
     "ExactMatch",
     "Format",
+    "Gym",
     "JsonSchema",
     "Judge",
     "MathAnswer",
@@ -43,6 +47,8 @@ __all__ = [
     "as_rewards",
     "check_rewards",
     "grades",
+    "made_up",
+    "reference_answer",
     "score",
     "workers_end",
 ]

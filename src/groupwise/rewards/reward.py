@@ -17,7 +17,9 @@ from groupwise.errors import RewardError, did_you_mean
 from groupwise.rewards.answers import ExactMatch, MultipleChoice, RegexMatch
 from groupwise.rewards.calls import RewardFunction
 from groupwise.rewards.code import Code
+from groupwise.rewards.countdown import Countdown
 from groupwise.rewards.format import Format
+from groupwise.rewards.gym import Gym
 from groupwise.rewards.json_schema import JsonSchema
 from groupwise.rewards.judge import Judge
 from groupwise.rewards.math import MathAnswer
@@ -26,7 +28,19 @@ from groupwise.rewards.prose import Repetition, Script
 from groupwise.rewards.reward_model import RewardModel
 from groupwise.slots import OneOf, Slot
 
-RULES = (MathAnswer, ExactMatch, RegexMatch, MultipleChoice, JsonSchema, Code, Format, Repetition, Script)
+RULES = (
+    MathAnswer,
+    ExactMatch,
+    RegexMatch,
+    MultipleChoice,
+    JsonSchema,
+    Code,
+    Countdown,
+    Gym,
+    Format,
+    Repetition,
+    Script,
+)
 BuiltIn = OneOf(*RULES, RewardModel, ProcessRewardModel, Judge)
 CALL_SECONDS = 10.0
 """How long a call may take where nothing says otherwise."""

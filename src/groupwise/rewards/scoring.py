@@ -136,8 +136,8 @@ def check_rewards(rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]], 
     r"""Find what can be known to be wrong with the rewards before the first token is sampled.
 
     Each reward's columns are looked up in the rows that it grades, each is loaded where it will run, and each is called
-    once, unless its `trial` is off, on the first of its rows with a made-up completion: `\boxed{reference}` when the
-    row has the column it reads (or `answer`), else the empty text.
+    once, unless its `trial` is off, on the first of its rows with a made-up completion: its `reference_answer`, or
+    else the empty text.
 
     Raises:
         GroupwiseError: what a reward needs cannot be loaded.
@@ -169,18 +169,33 @@ def _check_choices(rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]])
                 )
 
 
-def _try(reward: Reward, place: int, row: Mapping[str, Any], prompt_of: PromptOf) -> None:
+def reference_answer(reward: Reward, row: Mapping[str, Any]) -> str | None:
+    r"""A completion that is right, as far as can be told from a row; None when it cannot.
+
+    A reward says it by its own `reference(row)`; else it is `\boxed{...}` of the column that it reads, or of `answer`.
+    """
+    known = getattr(reward.use, "reference", None)
+    if known is not None:
+        return known(row)
     columns: tuple[str, ...] = getattr(reward.use, "columns", ()) or ("answer",)
-    text = f"\\boxed{{{row[columns[0]]}}}" if columns[0] in row else ""
-    made_up = Rollout(
+    return f"\\boxed{{{row[columns[0]]}}}" if row.get(columns[0]) is not None else None
+
+
+def made_up(text: str, row: Mapping[str, Any], group: int = 0) -> Rollout:
+    """A rollout as if a policy had said this text."""
+    return Rollout(
         tokens=np.zeros(2, dtype=np.int32),
         loss_mask=np.array([False, True]),
         logprobs=np.zeros(2, dtype=np.float32),
-        group=0,
+        group=group,
         text=text,
         example=row,
     )
-    ((verdict,),) = ask([Question(reward, [made_up], [prompt_of(row)])])
+
+
+def _try(reward: Reward, place: int, row: Mapping[str, Any], prompt_of: PromptOf) -> None:
+    text = reference_answer(reward, row) or ""
+    ((verdict,),) = ask([Question(reward, [made_up(text, row)], [prompt_of(row)])])
     if verdict.problem:
         raise RewardError(
             f"rewards.{reward.title}: {verdict.problem} when tried on rows[{place}] with the completion {text!r}, "
