@@ -17,7 +17,7 @@ SRC = Path(__file__).parents[1] / "src" / "groupwise"
 FLOORS = (
     {"errors", "records", "seeding", "slots", "devices"},
     {"advantages", "shaping", "weights", "losses", "penalties", "model", "head"}
-    | {"folding", "lean", "decoding", "drawing", "packing"},
+    | {"adapters", "folding", "lean", "decoding", "drawing", "packing"},
     {"algorithms", "presets", "chat", "engines"},
     {"rollout", "tasks", "rewards"}
     | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
@@ -34,6 +34,7 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "penalties": {"losses"},
     "weights": {"losses"},
     "head": {"model"},
+    "folding": {"adapters"},
     "decoding": {"model"},
     "drawing": {"head"},
     "lean": {"decoding", "folding"},
@@ -55,6 +56,7 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
 }
 # An engine knows tensors and requests, never an algorithm, a task or the loop.
 ENGINES_MAY_IMPORT = {
+    "adapters",
     "folding",
     "drawing",
     "engines",
@@ -75,9 +77,9 @@ CORE = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets
 CORE |= {"jinja2", "math_verify", "latex2sympy2_extended", "sympy", "pydantic_core", "huggingface_hub", "pyarrow"}
 # An extra is imported in one file only, and so is httpx2, which is in the core for that file alone. Whoever first uses
 # one of those without a file names its file here.
-EXTRAS = {"vllm": "engines.vllm", "ray": "engines.ray", "httpx2": "rewards.endpoint"}
+EXTRAS = {"vllm": "engines.vllm", "ray": "engines.ray", "httpx2": "rewards.endpoint", "peft": "adapters"}
 EXTRAS |= dict.fromkeys(["jsonschema", "referencing"], "rewards.json_schema")
-EXTRAS |= dict.fromkeys(["peft", "tensorboard", "wandb", "trackio", "reasoning_gym"], "no file yet")
+EXTRAS |= dict.fromkeys(["tensorboard", "wandb", "trackio", "reasoning_gym"], "no file yet")
 # The mathematics can be read and tested with one array library.
 ONLY = {
     "advantages": {"numpy", "pydantic"},

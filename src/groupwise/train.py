@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -157,6 +157,8 @@ class Parts:
     """Prompts for evaluation."""
     critic: Critic | None = None
     """Of an algorithm that has one (PPO)."""
+    save_adapter: Callable[[Path], None] | None = None
+    """With LoRA: writes the adapter alone, beside the merged model."""
 
     def saved(self) -> dict[str, checkpoint.Saved]:
         """What a checkpoint holds, by the name of its folder."""
@@ -242,6 +244,8 @@ def train(
     finally:
         log.close()
     save_model(config.model, parts.learner.weights(), folder / "model")
+    if parts.save_adapter is not None:
+        parts.save_adapter(folder / "adapter")
     return Run(folder, before, parts.evaluate(config, log, config.steps))
 
 
@@ -275,6 +279,8 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
         critic=config.critic_optimizer if config.algorithm.critic is not None else None,
         entropy=config.algorithm.entropy is not None,
         gradient_checkpointing=config.engine.gradient_checkpointing,
+        lora=config.lora,
+        seed=config.seed,
     )
     chat = Chat(engine.tokenizer, engine.stop_ids)
     check = partial(check_task, chat=chat, max_tokens=config.sampling.max_tokens, context=engine.context)
@@ -284,7 +290,13 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
         with _of_evaluation():
             held_out = check(held_out, long_prompts=(config.evaluation.data or config.data).long_prompts)
     return Parts(
-        task=task, sampler=engine.sampler, learner=engine.learner, critic=engine.critic, chat=chat, held_out=held_out
+        task=task,
+        sampler=engine.sampler,
+        learner=engine.learner,
+        chat=chat,
+        held_out=held_out,
+        critic=engine.critic,
+        save_adapter=engine.save_adapter,
     )
 
 
