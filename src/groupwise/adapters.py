@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
-from pydantic import Field
+from pydantic import Field, Strict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -32,7 +32,7 @@ class Lora(Slot):
     """Rows of A and columns of B: how much the adapter can change, and how much memory its optimizer takes."""
     alpha: float = Field(default=32.0, gt=0)
     """The adapter's product is multiplied by alpha / rank."""
-    target_modules: str | tuple[str, ...] = Field(default="all-linear", strict=False)
+    target_modules: str | Annotated[tuple[str, ...], Strict(False)] = "all-linear"
     """The linear layers that are adapted: `all-linear` (but the head), names of layers, or a regular expression."""
 
 

@@ -82,8 +82,8 @@ def local_engine(
 
     `reference` is a folder or hub id; that model is loaded when it is first asked for.  With `critic`, the optimizer of
     one, a value network of the same architecture and first weights is made as well.  With `lora`, an adapter is
-    trained, whose first values `seed` decides; the reference is then the model without it, whatever `reference` says, and the
-    critic is trained whole.
+    trained, whose first values `seed` decides; the reference is then the model without it, whatever `reference` says,
+    and the critic is trained whole.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded or served.
