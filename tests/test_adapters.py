@@ -143,23 +143,27 @@ def test_a_checkpoint_holds_the_adapter_alone_and_continues_exactly(tmp_path: Pa
 
 
 def test_a_run_learns_resumes_and_leaves_a_model_and_an_adapter(tmp_path: Path) -> None:
-    toy_folder(tmp_path / "model")
+    # The head does not train, so that its weights have to be large enough for the states to choose a word with.
+    toy_folder(tmp_path / "model", initializer_range=0.2)
     toy_rows(tmp_path / "rows.jsonl")
     settings = {
         "lora": {"rank": 8},
         "algorithm": {"kl": {"coef": 0.001}},
-        "steps": 12,
-        "optimizer": {"learning_rate": 2e-2},
-        "checkpoint": {"every": 6},
+        "steps": 14,
+        "prompts_per_step": 8,
+        "group_size": 8,
+        "optimizer": {"learning_rate": 0.1},
+        "checkpoint": {"every": 7},
     }
     run = train(toy_config(tmp_path, **settings, output=str(tmp_path / "run")))
-    rewards = [record["reward/mean"] for record in metrics(run.folder) if "reward/mean" in record]
-    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.6
+    rewards = [record["reward"] for record in metrics(run.folder)]
+    assert sum(rewards[:3]) / 3 < 0.3
+    assert sum(rewards[-3:]) / 3 > 0.55
     load_model(run.folder / "model", dtype=torch.float32, device="cpu")
     files = {file.name for file in (run.folder / "adapter").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= files
     end = final_bytes(run.folder)
-    for place in (run.folder / "checkpoints").glob("*12"):
+    for place in (run.folder / "checkpoints").glob("*14"):
         place.rename(tmp_path / "aside")
     assert final_bytes(train(toy_config(tmp_path, **settings), resume=run.folder).folder) == end
 
