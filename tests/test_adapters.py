@@ -140,6 +140,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_continues_exactly(tmp_path: Pa
     second.update(ragged_groups(), weighted_sum)
     for (name, one), (_, other) in zip(whole.weights(), second.weights(), strict=True):
         assert torch.equal(one, other), name
+        assert torch.is_grad_enabled()  # also while tensors are handed out
 
 
 def test_a_run_learns_resumes_and_leaves_a_model_and_an_adapter(tmp_path: Path) -> None:

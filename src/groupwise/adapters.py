@@ -90,8 +90,9 @@ def merged(model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]) -> Ite
     for name, tensor in tensors:
         module, inside, kind = name.rpartition(BASE)
         if inside:
-            with torch.no_grad():
-                yield f"{module}.{kind}", weight_of(model.get_submodule(module)) if kind == "weight" else tensor
+            # No `yield` under no_grad: whoever asks for the next tensor would have it switched off, too.
+            whole = weight_of(model.get_submodule(module)).detach() if kind == "weight" else tensor
+            yield f"{module}.{kind}", whole
         elif ".lora_" not in name:
             yield name, tensor
 
