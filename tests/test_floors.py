@@ -17,7 +17,7 @@ SRC = Path(__file__).parents[1] / "src" / "groupwise"
 FLOORS = (
     {"errors", "records", "seeding", "slots", "devices", "hub"},
     {"advantages", "shaping", "weights", "losses", "penalties", "model", "model_files", "resources", "head"}
-    | {"folding", "lean", "decoding", "drawing", "packing"},
+    | {"adapters", "folding", "lean", "decoding", "drawing", "packing"},
     {"algorithms", "presets", "chat", "engines"},
     {"rollout", "tasks", "columns", "data", "rewards"}
     | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
@@ -34,6 +34,7 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "penalties": {"losses"},
     "weights": {"losses"},
     "head": {"model"},
+    "folding": {"adapters"},
     "decoding": {"model"},
     "drawing": {"head"},
     "lean": {"decoding", "folding"},
@@ -59,6 +60,7 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
 }
 # An engine knows tensors and requests, never an algorithm, a task or the loop.
 ENGINES_MAY_IMPORT = {
+    "adapters",
     "folding",
     "drawing",
     "engines",
@@ -82,7 +84,7 @@ CORE |= {"jinja2", "math_verify", "latex2sympy2_extended", "sympy", "pydantic_co
 # one of those without a file names its file here.
 EXTRAS = {"vllm": "engines.vllm", "ray": "engines.ray", "reasoning_gym": "rewards.gym", "httpx2": "rewards.endpoint"}
 EXTRAS |= dict.fromkeys(["jsonschema", "referencing"], "rewards.json_schema")
-EXTRAS |= dict.fromkeys(["peft", "tensorboard", "wandb", "trackio"], "no file yet")
+EXTRAS |= {"peft": "adapters"} | dict.fromkeys(["tensorboard", "wandb", "trackio"], "no file yet")
 # The mathematics can be read and tested with one array library.
 ONLY = {
     "advantages": {"numpy", "pydantic"},

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from groupwise.adapters import Lora
 from groupwise.advantages import GroupStd, of_group
 from groupwise.algorithms import Algorithm
 from groupwise.curriculum import Curriculum
@@ -164,6 +165,8 @@ class Config(Slot):
     """How completions are drawn in training."""
     optimizer: Optimizer = Optimizer()
     """How the policy takes a step."""
+    lora: Lora | None = None
+    """Train an adapter instead of the model, as in `{rank: 16}`: far less memory; null trains the whole model."""
     critic_optimizer: Optimizer = Optimizer(learning_rate=1e-5)
     """How the critic takes a step, where the algorithm has one (PPO)."""
     engine: Engine = Engine()
@@ -206,6 +209,12 @@ class Config(Slot):
             s.top_p < 1 or s.top_k > 0,
             f"sampling.top_p: {s.top_p}, sampling.top_k: {s.top_k}; training scores the whole distribution, so the "
             "sampled one must not be cut: use top_p: 1 and top_k: 0 (evaluation.top_p and evaluation.top_k may cut it)",
+        )
+        kl = self.algorithm.kl
+        yield (
+            self.lora is not None and kl is not None and kl.refresh_every > 0,
+            f"algorithm.kl.refresh_every: {kl and kl.refresh_every}; with lora the reference is the base model, which "
+            "cannot move: use refresh_every: 0, or lora: null",
         )
         yield (
             self.updates_per_step > self.prompts_per_step,

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from groupwise.adapters import weight_of
+
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 MOST_PARAMETERS = 200_000_000
 """In the layers.  Beyond, dispatch is no longer what a step spends its time on, and a second copy is dear."""
@@ -65,7 +67,10 @@ class Layer:
 
 
 def is_lean(model: PreTrainedModel) -> bool:
-    """Whether the model is one that `Folded` can serve: a float32 CPU model of the known families, nothing replaced."""
+    """Whether the model is one that `Folded` can serve: a float32 CPU model of the known families, nothing replaced.
+
+    Adapted layers are served, too: their weights are taken with the adapter added.
+    """
     flexible: Any = model
     config = model.config
     if type(model).__name__ not in FAMILIES or model.dtype != torch.float32 or model.device.type != "cpu":
@@ -77,7 +82,7 @@ def is_lean(model: PreTrainedModel) -> bool:
     if getattr(config, "sliding_window", None) is not None and not hasattr(config, "layer_types"):
         return False
     plain = all(
-        type(linear) is nn.Linear
+        type(getattr(linear, "base_layer", linear)) is nn.Linear
         for layer in flexible.model.layers
         for linear in (
             *(getattr(layer.self_attn, f"{name}_proj") for name in "qkvo"),
@@ -138,7 +143,7 @@ class Folded:
         attention, mlp = layer.self_attn, layer.mlp
         # Attention logits are divided by sqrt(E); dividing the queries does the same.
         scale = self.head_size**-0.5
-        query, key = self._paired(attention.q_proj.weight), self._paired(attention.k_proj.weight)
+        query, key = self._paired(weight_of(attention.q_proj)), self._paired(weight_of(attention.k_proj))
         bias = qk_norm = None
         if attention.q_proj.bias is not None:
             own = self._paired(attention.q_proj.bias) * scale, self._paired(attention.k_proj.bias)
@@ -150,13 +155,14 @@ class Folded:
         else:
             query = query * scale
         return Layer(
-            qkv=Matrix(_times_norm(layer.input_layernorm.weight, query, key, attention.v_proj.weight), dtype),
+            qkv=Matrix(_times_norm(layer.input_layernorm.weight, query, key, weight_of(attention.v_proj)), dtype),
             qkv_bias=bias,
-            out=Matrix(attention.o_proj.weight, dtype),
+            out=Matrix(weight_of(attention.o_proj), dtype),
             gate_up=Matrix(
-                _times_norm(layer.post_attention_layernorm.weight, mlp.gate_proj.weight, mlp.up_proj.weight), dtype
+                _times_norm(layer.post_attention_layernorm.weight, weight_of(mlp.gate_proj), weight_of(mlp.up_proj)),
+                dtype,
             ),
-            down=Matrix(mlp.down_proj.weight, dtype),
+            down=Matrix(weight_of(mlp.down_proj), dtype),
             qk_norm=qk_norm,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -184,6 +184,8 @@ class Parts:
     """What was unusual about data, memory or disk."""
     history: History | None = None
     """How the policy did on each prompt, of a run with a curriculum."""
+    save_adapter: Callable[[Path], None] | None = None
+    """With LoRA: writes the adapter alone, beside the merged model."""
 
     def saved(self) -> dict[str, checkpoint.Saved]:
         """What a checkpoint holds, by the name of its folder."""
@@ -273,6 +275,8 @@ def train(
     finally:
         log.close()
     save_model(config.model, parts.learner.weights(), folder / "model")
+    if parts.save_adapter is not None:
+        parts.save_adapter(folder / "adapter")
     return Run(folder, before, parts.evaluate(config, log, config.steps))
 
 
@@ -302,6 +306,8 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
         critic=config.critic_optimizer if config.algorithm.critic is not None else None,
         entropy=config.algorithm.entropy is not None,
         gradient_checkpointing=config.engine.gradient_checkpointing,
+        lora=config.lora,
+        seed=config.seed,
     )
     return Parts(
         task=ready.task,
@@ -311,6 +317,7 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
         chat=Chat(engine.tokenizer, engine.stop_ids),
         held_out=ready.held_out,
         cautions=ready.cautions,
+        save_adapter=engine.save_adapter,
         history=None if config.curriculum is None else History(config.curriculum, ready.task),
     )
 

@@ -5,9 +5,11 @@ Shapes: B rows (completions or rollouts), T tokens of the longest row, R `max_to
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from groupwise.adapters import Lora, adapted, attach, merged, save_adapter, switched_off, trained
 from groupwise.decoding import Decoding, attention_windows, prefill
 from groupwise.drawing import Drawn
 from groupwise.engines import Completion, LossFn, Optimizer, Request, Sampling
@@ -53,6 +56,8 @@ class LocalEngine(NamedTuple):
     context: int | None
     """Most tokens of prompt and completion together, or None when the model does not say."""
     critic: LocalCritic | None = None
+    save_adapter: Callable[[Path], None] | None = None
+    """With LoRA: writes the adapter alone."""
 
 
 def local_engine(
@@ -70,16 +75,22 @@ def local_engine(
     gradient_checkpointing: bool = False,
     critic: Optimizer | None = None,
     mixed: bool = False,
+    lora: Lora | None = None,
+    seed: int = 0,
 ) -> LocalEngine:
     """Load a model once, to sample and to learn; the arguments are those of `load_model` and of the two classes.
 
     `reference` is a folder or hub id; that model is loaded when it is first asked for.  With `critic`, the optimizer of
-    one, a value network of the same architecture and first weights is made as well.
+    one, a value network of the same architecture and first weights is made as well.  With `lora`, an adapter is
+    trained, whose first values `seed` decides; the reference is then the model without it, whatever `reference` says,
+    and the critic is trained whole.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded or served.
     """
     policy, tokenizer, stop_ids = load_policy(model, dtype, device, gradient_checkpointing)
+    if lora is not None:
+        attach(policy, lora, seed)
     learner = LocalLearner(
         policy,
         optimizer,
@@ -100,7 +111,8 @@ def local_engine(
             total_updates=total_updates,
             mixed=mixed,
         )
-    return LocalEngine(sampler, learner, tokenizer, stop_ids, context_length(policy), judge)
+    save = None if lora is None else partial(save_adapter, policy)
+    return LocalEngine(sampler, learner, tokenizer, stop_ids, context_length(policy), judge, save)
 
 
 def load_policy(
@@ -147,11 +159,13 @@ class LocalSampler:
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy weights in place; a tensor that is already the model's own is not copied, one not named stays.
 
+        An adapted model is the learner's own and already as it should be: its weights are not even asked for.
+
         Raises:
             ModelError: the model has no tensor of that name and shape.
         """
         own = self._model.state_dict()
-        for name, tensor in weights:
+        for name, tensor in () if adapted(self._model) else weights:
             if name not in own or own[name].shape != tensor.shape:
                 raise ModelError(f"{name} {tuple(tensor.shape)}: the sampler's model has no such weight")
             if own[name].data_ptr() != tensor.data_ptr():
@@ -269,7 +283,8 @@ class LocalLearner:
     ) -> None:
         """
         Args:
-            model: the policy; parameters that do not require a gradient are left alone.
+            model: the policy; parameters that do not require a gradient are left alone.  Adapted, it is its own
+                reference, with the adapter off.
             optimizer: AdamW and its schedule.
             temperature: logits are divided by it; that of sampling.
             microbatch_tokens: most tokens, padding included, in one forward pass; a longer row still runs, alone.
@@ -278,7 +293,7 @@ class LocalLearner:
             entropy: hand the loss the entropies of the policy; otherwise they are 0.
             mixed: take matrix products in bfloat16; weights, gradients and all else stay float32.
         """
-        self._model = model
+        self._model, self._adapted = model, adapted(model)
         self._temperature, self._microbatch_tokens = temperature, microbatch_tokens
         self._forward = Forward(model, mixed)
         self._reference: Forward | PreTrainedModel | Callable[[], PreTrainedModel] | None = reference
@@ -292,15 +307,15 @@ class LocalLearner:
         Raises:
             GroupwiseError: `reference` is asked for and there is none.
         """
-        forward = self._reference_forward() if reference else self._forward
+        with self._reference_policy() if reference else contextlib.nullcontext(self._forward) as forward:
 
-        def scored(part: Batch) -> Tensor:
-            targets = part.tokens[part.loss_mask]
-            states = forward.states(part)
-            with products(self._forward.mixed):
-                return at_tokens(part.loss_mask, score(forward.model, states, targets, self._temperature, False)[0])
+            def scored(part: Batch) -> Tensor:
+                targets = part.tokens[part.loss_mask]
+                states = forward.states(part)
+                with products(self._forward.mixed):
+                    return at_tokens(part.loss_mask, score(forward.model, states, targets, self._temperature, False)[0])
 
-        return forward.for_each_token(batch, self._microbatch_tokens, scored)
+            return forward.for_each_token(batch, self._microbatch_tokens, scored)
 
     def update(self, batch: Batch, loss: LossFn, *, per_token: bool = False) -> dict[str, float]:
         """See `Learner.update`.  `loss`, `grad_norm` (before clipping) and `learning_rate` are among the metrics.
@@ -336,11 +351,21 @@ class LocalLearner:
         return {name: value / count for name, (value, count) in totals.items() if count} | taken
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors of the policy, on its device, not copied; of tied weights, the first name."""
-        return distinct(self._model.state_dict())
+        """Names and tensors of the policy, on its device, not copied; of tied weights, the first name.
+
+        Weights with an adapter are copied, with the adapter added, as they are asked for.
+        """
+        own = distinct(self._model.state_dict())
+        return merged(self._model, own) if self._adapted else own
 
     def refresh_reference(self) -> None:
-        """Make the policy as it is now the reference."""
+        """Make the policy as it is now the reference.
+
+        Raises:
+            GroupwiseError: the policy is adapted, so that its base is the reference.
+        """
+        if self._adapted:
+            raise GroupwiseError("with LoRA the reference is the base model, which cannot move; train without lora")
         reference = self._reference_model()
         with torch.no_grad():
             policy = self._model.state_dict()
@@ -349,9 +374,9 @@ class LocalLearner:
         self._refreshed = True
 
     def save(self, path: Path) -> None:
-        """Write the weights, the optimizer's state and, if it has moved, the reference into the folder `path`."""
+        """Write what is trained, the optimizer's state and, if it has moved, the reference into the folder `path`."""
         path.mkdir(parents=True, exist_ok=True)
-        save_weights(self.weights(), path / "model.safetensors")
+        save_weights(*self._trained(path))
         if self._refreshed:
             save_weights(distinct(self._reference_model().state_dict()), path / REFERENCE)
         self._steps.save(path)
@@ -362,11 +387,25 @@ class LocalLearner:
         Raises:
             CheckpointError: a file is missing, or is not that of this model.
         """
-        restore_weights(self.weights(), path / "model.safetensors")
+        restore_weights(*self._trained(path))
         self._refreshed = (path / REFERENCE).is_file()
         if self._refreshed:
             restore_weights(distinct(self._reference_model().state_dict()), path / REFERENCE)
         self._steps.restore(path)
+
+    def _trained(self, path: Path) -> tuple[Iterator[tuple[str, Tensor]], Path]:
+        """The tensors that training changes, and their file."""
+        if self._adapted:
+            return trained(self._model), path / "adapter.safetensors"
+        return self.weights(), path / "model.safetensors"
+
+    @contextlib.contextmanager
+    def _reference_policy(self) -> Generator[Forward]:
+        if self._adapted:
+            with switched_off(self._model):
+                yield self._forward
+        else:
+            yield self._reference_forward()
 
     def _reference_model(self) -> PreTrainedModel:
         return self._reference_forward().model
