@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
+SMOKE = "--smoke" in sys.argv
+"""Whether to run each benchmark at its smallest, only to see that it runs; its figures stay out of the documentation."""
+DOCS = ROOT / "runs" / "smoke" if SMOKE else ROOT / "docs"
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,30 @@ def machine() -> dict[str, str]:
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in packages},
     }
+
+
+def _status(name: str) -> float:
+    """A size in /proc/self/status, in MB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def resident_mb() -> float:
+    """Resident memory of this process now, from where its peak is counted anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def grown_mb(before: float) -> float:
+    """How far resident memory has risen above `before` at its highest since `resident_mb`."""
+    return _status("VmHWM") - before
+
+
+def save_picture(name: str, picture: str) -> str:
+    """Write `docs/benchmarks/NAME.svg`; how a page shows it."""
+    (DOCS / "benchmarks").mkdir(parents=True, exist_ok=True)
+    (DOCS / "benchmarks" / f"{name}.svg").write_text(picture)
+    return f"![{name.replace('_', ' ')}](benchmarks/{name}.svg)"
 
 
 def _cpuinfo() -> list[str]:
