@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -19,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SMOKE = "--smoke" in sys.argv
-"""Whether to run each benchmark at its smallest, only to see that it runs; its figures stay out of the documentation."""
+"""Whether to run each benchmark at its smallest, to see that it runs; its figures stay out of docs/."""
 DOCS = ROOT / "runs" / "smoke" if SMOKE else ROOT / "docs"
 
 
@@ -67,13 +68,14 @@ def quickstart(home: Path, *arguments: str) -> Measured:
 def machine() -> dict[str, str]:
     """Where the figures come from."""
     cpu = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.machine())
-    packages = ("torch", "transformers", "groupwise")
+    packages = ("torch", "transformers", "trl")
     return {
         "date": time.strftime("%Y-%m-%d"),
         "cpu": f"{cpu}, {os.cpu_count()} cores",
         "load at the start": f"{os.getloadavg()[0]:.2f}",
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in packages},
+        "groupwise": tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"],
     }
 
 

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,7 @@ def make(folder: Path, model: Model, shape: Shape) -> None:
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
     size = model.vocabulary
     words = {f"w{i}": i for i in range(size - 2)} | {"<eos>": size - 2, "<pad>": size - 1}
@@ -132,6 +134,7 @@ def make(folder: Path, model: Model, shape: Shape) -> None:
         max_position_embeddings=4096,
     )
     network = Qwen3ForCausalLM(config)
+    logging.disable_progress_bar()
     network.generation_config.eos_token_id = stops
     network.generation_config.pad_token_id = size - 1
     network.save_pretrained(folder)
@@ -154,11 +157,17 @@ class Clock:
     def __init__(self) -> None:
         self._wall: list[float] = []
         self._cpu: list[float] = []
-        self._loaded = self._peak = 0.0
+        self._began = self._loaded = self._peak = 0.0
+
+    @property
+    def elapsed(self) -> list[float]:
+        """Seconds from the loaded model to the end of each step."""
+        return [end - self._began for end in self._wall]
 
     def loaded(self) -> None:
         """The model is in memory."""
         self._loaded = resident_mb()
+        self._began = time.perf_counter()
 
     def step(self) -> None:
         """A step has ended."""
@@ -166,10 +175,28 @@ class Clock:
         self._cpu.append(time.process_time())
         self._peak = grown_mb(self._loaded)
 
+    def watch_ours(self) -> None:
+        """Be told by `groupwise.train`."""
+        from groupwise.log import RunLog
+
+        training: Any = importlib.import_module("groupwise.train")
+        build, log_step = training.build, RunLog.step
+
+        def build_and_note(*arguments: Any) -> Any:
+            parts = build(*arguments)
+            self.loaded()
+            return parts
+
+        def log_and_note(*arguments: Any) -> None:
+            log_step(*arguments)
+            self.step()
+
+        training.build, RunLog.step = build_and_note, log_and_note
+
     def run(self, **logged: Any) -> Run:
         """What it saw, and what else the system logged of each step."""
         between = [
-            [end - begin for begin, end in zip(times, times[1:], strict=False)] for times in (self._wall, self._cpu)
+            [end - begin for begin, end in pairwise(times)] for times in (self._wall, self._cpu)
         ]
         later = {name: values[1:] for name, values in logged.items()}
         return Run(wall=between[0], cpu=between[1], peak_mb=[self._peak], **later)
@@ -181,25 +208,12 @@ def ours(folder: Path, shape: Shape, steps: int, dtype: str) -> Run:
 
     import groupwise as gw
     from groupwise.engines import local
-    from groupwise.log import RunLog
 
     if not shape.ragged:
         # What TRL's min_new_tokens does: nothing ends a completion but its length.
         local.stop_token_ids = lambda *_: (-1,)
     clock = Clock()
-    training: Any = importlib.import_module("groupwise.train")
-    build, log_step = training.build, RunLog.step
-
-    def build_and_note(*arguments: Any) -> Any:
-        parts = build(*arguments)
-        clock.loaded()
-        return parts
-
-    def log_and_note(*arguments: Any) -> None:
-        log_step(*arguments)
-        clock.step()
-
-    training.build, RunLog.step = build_and_note, log_and_note
+    clock.watch_ours()
     run = gw.train(
         gw.Config.parse(
             {
