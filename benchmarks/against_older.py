@@ -28,8 +28,9 @@ CASES = {
 
 def main() -> None:
     """Compare with the commit named first on the command line."""
-    wanted = sys.argv[1] if len(sys.argv) > 1 else "HEAD~10"
-    older = git("rev-parse", "--short", wanted)
+    if len(sys.argv) < 2:
+        raise SystemExit("name the older commit: make bench-self OLD=COMMIT")
+    older = git("rev-parse", "--short", sys.argv[1])
     where = machine() | {"commit": git("rev-parse", "--short", "HEAD"), "older": older}
     rows: list[list[str]] = []
     data: list[dict[str, Any]] = []

@@ -85,7 +85,7 @@ def trl(tree: dict[str, Any]) -> dict[str, list[float]]:
             if "rewards/math_answer/mean" in kwargs["logs"]:
                 clock.step()
                 right.append(kwargs["logs"]["rewards/math_answer/mean"])
-                control.should_training_stop = reached(right) is not None
+                control.should_training_stop |= reached(right) is not None
 
     group = tree["group_size"]
     arguments = GRPOConfig(

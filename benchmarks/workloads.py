@@ -195,9 +195,7 @@ class Clock:
 
     def run(self, **logged: Any) -> Run:
         """What it saw, and what else the system logged of each step."""
-        between = [
-            [end - begin for begin, end in pairwise(times)] for times in (self._wall, self._cpu)
-        ]
+        between = [[end - begin for begin, end in pairwise(times)] for times in (self._wall, self._cpu)]
         later = {name: values[1:] for name, values in logged.items()}
         return Run(wall=between[0], cpu=between[1], peak_mb=[self._peak], **later)
 
