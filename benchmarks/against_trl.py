@@ -201,8 +201,8 @@ def misses(verdicts: Sequence[tuple[Verdict, Verdict]], cases: Mapping[Case, Map
             parts = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in row.split.items())
             largest = max(row.split, key=lambda phase: row.split[phase])
             lines.append(
-                f"- {case.title}: {verdict.faster:.1f}x of {case.faster:g}x. A step takes {row.wall:.2f} s ({parts}) and "
-                f"may take {allowed:.2f} s; `{largest}` is in the way."
+                f"- {case.title}: {verdict.faster:.1f}x of {case.faster:g}x. A step takes {row.wall:.2f} s ({parts}), "
+                f"and may take {allowed:.2f} s; `{largest}` weighs most."
             )
         if case.smaller is not None and verdict.smaller < case.smaller:
             lines.append(
