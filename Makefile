@@ -5,11 +5,11 @@ READY := .venv/.ready
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help quickstart test check fix bench docs
+.PHONY: help quickstart test check fix bench bench-self docs
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 quickstart: $(READY) ## build a small model, improve it by RL, show before and after (ARGS='--seed 1 --json')
 	$(BIN)/groupwise quickstart $(ARGS)
@@ -28,8 +28,11 @@ fix: $(READY) ## mend what lint and format can mend by themselves
 	$(BIN)/ruff check --fix --exit-zero .
 	$(BIN)/ruff format .
 
-bench: $(READY) ## measure and rewrite docs/benchmarks.md (half an hour; keep the machine quiet)
-	for one in seeds algorithms ppo length_bias faulty_rewards code_rewards against_trl; do $(BIN)/python -m benchmarks.$$one || exit 1; done
+bench: $(READY) ## measure and rewrite docs/benchmarks.md (an hour; keep the machine quiet)
+	for one in race sweeps seeds algorithms ppo length_bias faulty_rewards code_rewards against_trl; do $(BIN)/python -m benchmarks.$$one || exit 1; done
+
+bench-self: $(READY) ## a training step beside that of an older commit of ours (OLD=COMMIT)
+	$(BIN)/python -m benchmarks.against_older $(OLD)
 
 docs: $(READY) ## regenerate the generated pages
 	$(BIN)/python tools/docs.py

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -18,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
+SMOKE = "--smoke" in sys.argv
+"""Whether to run each benchmark at its smallest, to see that it runs; its figures stay out of docs/."""
+DOCS = ROOT / "runs" / "smoke" if SMOKE else ROOT / "docs"
 
 
 @dataclass(frozen=True)
@@ -65,14 +68,39 @@ def quickstart(home: Path, *arguments: str) -> Measured:
 def machine() -> dict[str, str]:
     """Where the figures come from."""
     cpu = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.machine())
-    packages = ("torch", "transformers", "groupwise")
+    packages = ("torch", "transformers", "trl")
     return {
         "date": time.strftime("%Y-%m-%d"),
         "cpu": f"{cpu}, {os.cpu_count()} cores",
         "load at the start": f"{os.getloadavg()[0]:.2f}",
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in packages},
+        "groupwise": tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"],
     }
+
+
+def _status(name: str) -> float:
+    """A size in /proc/self/status, in MB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def resident_mb() -> float:
+    """Resident memory of this process now, from where its peak is counted anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def grown_mb(before: float) -> float:
+    """How far resident memory has risen above `before` at its highest since `resident_mb`."""
+    return _status("VmHWM") - before
+
+
+def save_picture(name: str, picture: str) -> str:
+    """Write `docs/benchmarks/NAME.svg`; how a page shows it."""
+    (DOCS / "benchmarks").mkdir(parents=True, exist_ok=True)
+    (DOCS / "benchmarks" / f"{name}.svg").write_text(picture)
+    return f"![{name.replace('_', ' ')}](benchmarks/{name}.svg)"
 
 
 def _cpuinfo() -> list[str]:

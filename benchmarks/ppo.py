@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.against_trl import MODELS, Shape, make
 from benchmarks.common import machine, publish, table
+from benchmarks.workloads import MODELS, Shape, make
 
 ROUNDS, STEPS = 3, 4
 SHAPES = {"tiny": Shape(16, 64, 8, 16), "mid": Shape(128, 64, 8, 4)}
@@ -28,7 +28,7 @@ def worker(algorithm: str, shape: Shape, folder: Path) -> None:
     tree = {
         "model": str(folder),
         "data": {"path": str(folder / "prompts.jsonl")},
-        "rewards": [f"{Path(__file__).parent / 'against_trl.py'}:some_reward"],
+        "rewards": [f"{Path(__file__).parent / 'workloads.py'}:some_reward"],
         "algorithm": {"preset": algorithm, "kl": "none"},
         "steps": STEPS + 1,
         "prompts_per_step": shape.prompts,

@@ -17,10 +17,15 @@ Points = Sequence[tuple[float, float]]
 
 
 class Series(NamedTuple):
-    """A curve: its name and its value at steps 1, 2, ..."""
+    """A curve: its name and its values, at 1, 2, ... or where `at` says."""
 
     name: str
     values: Sequence[float]
+    at: Sequence[float] = ()
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        return list(zip(self.at or range(1, len(self.values) + 1), self.values, strict=True))
 
 
 class Frame(NamedTuple):
@@ -97,11 +102,11 @@ def chart(title: str, curves: Sequence[Series], x_label: str = "step") -> str:
     """Curves over the steps in one plot, their names on the right in the order in which they end."""
     values = [value for curve in curves for value in curve.values]
     ticks = nice(min(values), max(values))
-    last = max(len(curve.values) for curve in curves)
+    last = max(curve.points[-1][0] for curve in curves)
     frame = Frame(40, 300, ticks[0], ticks[-1], last, right=WIDTH - 170)
     parts = frame.rules(title, ticks)
     coloured = [(curve, COLOURS[index % len(COLOURS)]) for index, curve in enumerate(curves)]
-    parts += [frame.line(list(enumerate(curve.values, start=1)), colour) for curve, colour in coloured]
+    parts += [frame.line(curve.points, colour) for curve, colour in coloured]
     below = frame.top
     for curve, colour in sorted(coloured, key=lambda pair: -pair[0].values[-1]):
         below = max(frame.y(curve.values[-1]) + 4, below + 15)
