@@ -21,7 +21,7 @@ FLOORS = (
     {"algorithms", "presets", "chat", "engines"},
     {"rollout", "tasks", "columns", "data", "rewards"}
     | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
-    {"train", "checks", "evaluate", "checkpoint", "report", "log", "config", "curriculum", "explain"},
+    {"train", "checks", "settling", "evaluate", "checkpoint", "report", "log", "config", "curriculum", "explain"},
     {"cli", "quickstart", "arithmetic", "check_reward"}
     | {"foreign", "foreign.roll", "foreign.roll_algorithm", "foreign.trl", "foreign.trl_algorithm", "foreign.cli"},
 )
@@ -49,7 +49,8 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "log": {"evaluate"},
     "config": {"curriculum"},
     "checks": {"config"},
-    "train": {"config", "checks", "checkpoint", "curriculum", "evaluate", "log"},
+    "settling": {"config", "checks"},
+    "train": {"config", "checks", "settling", "checkpoint", "curriculum", "evaluate", "log"},
     "quickstart": {"arithmetic"},
     "foreign.roll_algorithm": {"foreign"},
     "foreign.roll": {"foreign", "foreign.roll_algorithm"},

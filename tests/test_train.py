@@ -409,7 +409,13 @@ def test_a_resumed_run_does_not_warn_of_settings_that_it_wrote_itself(toys: Path
 def scripted(toys: Path, reward: Callable[[Rollout], float], script: Any) -> Parts:
     tokenizer = tiny_tokenizer()
     task = task_of(toys, reward)
-    return Parts(task, ScriptedSampler(script), RecordingLearner(), Chat(tokenizer, (1,)))
+    return Parts(
+        toy_config(toys),
+        task,
+        ScriptedSampler(script),
+        RecordingLearner(),
+        Chat(tokenizer, (1,)),
+    )
 
 
 def informative(rollouts: Sequence[Rollout]) -> list[int]:

@@ -123,7 +123,7 @@ def check_disk(config: Config, known: Outline, folder: Path) -> list[str]:
     """
     if known.model is None:
         return []
-    kept, dtype, kl = config.checkpoint, getattr(torch, config.engine.dtype), config.algorithm.kl
+    kept, dtype, kl = config.checkpoint, config.engine.weights, config.algorithm.kl
     moves = kl is not None and kl.refresh_every > 0
     each = checkpoint_bytes(known.model, dtype, critic=config.algorithm.critic is not None, reference=moves)
     count = checkpoints_at_once(config.steps, kept.every, kept.keep_last)
@@ -157,7 +157,7 @@ def check_memory(config: Config, known: Outline, device: torch.device) -> list[s
     rollouts = math.ceil(config.prompts_per_step / config.updates_per_step) * config.group_size
     memory = memory_of(
         known.model,
-        getattr(torch, config.engine.dtype),
+        config.engine.weights,
         tokens=min(config.engine.train_tokens, rollouts * config.sampling.max_tokens),
         reference="ref_logprobs" in config.algorithm.needs(config.updates_per_step),
         critic=config.algorithm.critic is not None,

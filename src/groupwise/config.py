@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
+import torch
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -111,16 +112,23 @@ class Engine(Slot):
 
     device: str = "auto"
     """`auto` takes the first CUDA GPU if there is one, else the CPU."""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Of weights and activations; log-probs and losses are float32 at least."""
+    dtype: Literal["auto", "float32", "mixed", "bfloat16", "float64"] = "auto"
+    """Of weights and activations; log-probs and losses are float32 at least.  `mixed` keeps weights in float32 and
+    takes matrix products in bfloat16; `auto` is mixed where that is faster (a CPU with AMX, a model of 10 M parameters
+    or more), else float32."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads; null leaves torch's choice."""
-    train_tokens: int = Field(default=16384, ge=1)
-    """Tokens, padding included, of one micro-batch; lower it when memory runs out.  The result does not change."""
-    sample_tokens: int = Field(default=131072, ge=1)
-    """Tokens, prompts included, that are sampled at the same time; lower it when memory runs out."""
+    """CPU threads; null measures whether one or all are faster for products of the model's size."""
+    train_tokens: int = Field(default=0, ge=0)
+    """Most tokens of one micro-batch; 0 goes by the memory that is free.  The result does not change."""
+    sample_tokens: int = Field(default=0, ge=0)
+    """Most tokens whose keys and values are held while sampling; 0 goes by the memory that is free."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a quarter more time."""
+
+    @property
+    def weights(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return torch.float32 if self.dtype in ("auto", "mixed") else getattr(torch, self.dtype)
 
 
 class Checkpoint(Slot):

@@ -43,6 +43,7 @@ from groupwise.records import Batch, Rollout, collate
 from groupwise.rewards import workers_end
 from groupwise.rollout import play
 from groupwise.seeding import generator
+from groupwise.settling import MOST_SAMPLE_TOKENS, settle
 from groupwise.slots import replace
 from groupwise.tasks import Task, check_prompts, check_task
 
@@ -172,6 +173,8 @@ def _due(every: int, done: int, total: int) -> bool:
 class Parts:
     """What a run works with."""
 
+    config: Config
+    """The settings, none of them left open."""
     task: Task
     sampler: Sampler
     learner: Learner
@@ -244,6 +247,7 @@ def train(
     if resume is not None:
         checkpoint.newest(resume)  # before a model is loaded: is there anything to continue from?
     parts = build(config, task, held_out)
+    config = parts.config
     name = Path(config.model).name or "model"
     folder = resume or new_folder(Path(config.output) if config.output else fresh_folder(Path(RUNS), name))
     log = RunLog(
@@ -293,9 +297,10 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
         GroupwiseError: see `train`.
     """
     ready = prepare(config, task, held_out)
+    config = ready.config
     engine = local_engine(
         config.model,
-        dtype=getattr(torch, config.engine.dtype),
+        dtype=config.engine.weights,
         device=ready.device,
         max_batch_tokens=config.engine.sample_tokens,
         microbatch_tokens=config.engine.train_tokens,
@@ -308,8 +313,10 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
         gradient_checkpointing=config.engine.gradient_checkpointing,
         lora=config.lora,
         seed=config.seed,
+        mixed=config.engine.dtype == "mixed",
     )
     return Parts(
+        config=config,
         task=ready.task,
         sampler=engine.sampler,
         learner=engine.learner,
@@ -325,6 +332,8 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
 class Prepared(NamedTuple):
     """What `prepare` has read, and found nothing wrong with."""
 
+    config: Config
+    """With every setting that chooses itself chosen."""
     task: Task
     held_out: Task | None
     device: torch.device
@@ -343,8 +352,9 @@ def prepare(
     known = outline(config.model, findings)
     with findings:
         device = device_of(config.engine)
+        config, chosen = settle(config, known, device)
         if training:
-            unusual += check_memory(config, known, device)
+            unusual += [*chosen, *check_memory(config, known, device)]
     with findings:
         task = task or load_task(config.data, config.rewards)
         if held_out is None and config.evaluation.fraction:
@@ -371,7 +381,7 @@ def prepare(
     if training:
         task = task if held_out is None else without_held_out(task, held_out)
         task.rows_for_step(0, config.prompts_per_step, config.seed)  # still enough without those and the long ones?
-    return Prepared(task, held_out, device, (*unusual, *data_cautions(config, task, held_out)))
+    return Prepared(config, task, held_out, device, (*unusual, *data_cautions(config, task, held_out)))
 
 
 def _checked(config: Config, task: Task, data: Data, known: Outline) -> Task:
@@ -405,8 +415,10 @@ def load_sampler(model: str, engine: Engine) -> tuple[Sampler, Chat]:
     Raises:
         GroupwiseError: the model cannot be loaded, or the engine's device is not there.
     """
-    policy, tokenizer, stop_ids = load_policy(model, getattr(torch, engine.dtype), device_of(engine))
-    return LocalSampler(policy, stop_ids, max_batch_tokens=engine.sample_tokens), Chat(tokenizer, stop_ids)
+    policy, tokenizer, stop_ids = load_policy(model, engine.weights, device_of(engine))
+    return LocalSampler(policy, stop_ids, max_batch_tokens=engine.sample_tokens or MOST_SAMPLE_TOKENS), Chat(
+        tokenizer, stop_ids
+    )
 
 
 def device_of(engine: Engine) -> torch.device:
