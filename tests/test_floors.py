@@ -14,6 +14,7 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "groupwise"
 
+DIAGNOSIS_RULES = ("of_rewards", "of_completions", "of_updates")
 FLOORS = (
     {"errors", "records", "seeding", "slots", "devices", "hub"},
     {"advantages", "shaping", "weights", "losses", "penalties", "model", "model_files", "resources", "head"}
@@ -21,8 +22,9 @@ FLOORS = (
     {"algorithms", "presets", "chat", "engines"},
     {"rollout", "tasks", "columns", "data", "rewards"}
     | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
-    {"train", "checks", "evaluate", "checkpoint", "report", "log", "config", "curriculum", "explain"},
-    {"cli", "quickstart", "arithmetic", "check_reward"}
+    {"train", "checks", "evaluate", "checkpoint", "report", "log", "config", "curriculum", "explain"}
+    | {"diagnosis", *(f"diagnosis.{name}" for name in ("evidence", "findings", *DIAGNOSIS_RULES))},
+    {"cli", "quickstart", "arithmetic", "check_reward", "diagnosis.cli"}
     | {"foreign", "foreign.roll", "foreign.roll_algorithm", "foreign.trl", "foreign.trl_algorithm", "foreign.cli"},
 )
 SURFACE = {"", "__main__"}  # groupwise/__init__.py gathers the public names; nothing of ours imports it
@@ -46,8 +48,12 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "tasks": {"rewards"},
     "data": {"columns", "rewards", "tasks"},
     "rollout": {"tasks", "rewards"},
-    "log": {"evaluate"},
+    "log": {"evaluate", "diagnosis"},
     "config": {"curriculum"},
+    "diagnosis.evidence": {"config"},
+    "diagnosis.findings": {"diagnosis.evidence"},
+    **{f"diagnosis.{name}": {"diagnosis.evidence", "diagnosis.findings"} for name in DIAGNOSIS_RULES},
+    "diagnosis": {"diagnosis.evidence", "diagnosis.findings", *(f"diagnosis.{name}" for name in DIAGNOSIS_RULES)},
     "checks": {"config"},
     "train": {"config", "checks", "checkpoint", "curriculum", "evaluate", "log"},
     "quickstart": {"arithmetic"},
@@ -56,7 +62,7 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "foreign.trl_algorithm": {"foreign"},
     "foreign.trl": {"foreign", "foreign.trl_algorithm"},
     "foreign.cli": {"foreign", "foreign.roll", "foreign.trl"},
-    "cli": {"check_reward", "quickstart", "foreign.cli"},
+    "cli": {"check_reward", "quickstart", "foreign.cli", "diagnosis.cli"},
 }
 # An engine knows tensors and requests, never an algorithm, a task or the loop.
 ENGINES_MAY_IMPORT = {

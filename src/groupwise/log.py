@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from groupwise.algorithms import zero_variance
+from groupwise.diagnosis import diagnose, read_run
 from groupwise.errors import CheckpointError, RewardError
 from groupwise.evaluate import Scores
 from groupwise.records import Rollout
@@ -27,6 +28,8 @@ from groupwise.records import Rollout
 Metrics = dict[str, float]
 Faults = Counter[tuple[str, str]]
 """How often each (reward function, cause) was met."""
+DIAGNOSE_EVERY = 10
+"""Steps between two looks at the run so far."""
 MISMATCH_LIMIT = 0.01
 """Mean |log-prob| difference between sampler and learner above which the run says so (nats)."""
 
@@ -192,6 +195,17 @@ class RunLog:
                 f"{step + 1}); use the same dtype for both, or algorithm.correction: importance"
             )
         self.lap("log")  # known only now, so it is in the record of the next step
+
+    def diagnose(self, steps_done: int) -> None:
+        """Every few steps, and after the last: say once what a diagnosis of the run so far finds wrong."""
+        if steps_done % DIAGNOSE_EVERY and steps_done != self.steps:
+            return
+        for finding in diagnose(read_run(self.folder)):
+            if finding.severity != "note" and finding.rule not in self._warned:
+                self._warned.add(finding.rule)
+                text = f"doctor: {finding.title} ({finding.evidence}). Try: {finding.advice}"
+                self.console.print(text, style="magenta", highlight=False, markup=False, soft_wrap=True)
+        self.lap("log")
 
     def evaluation(self, steps_done: int, scores: Scores) -> None:
         """Write and show an evaluation after `steps_done` steps."""

@@ -65,6 +65,7 @@ def loop(config: Config, parts: Parts, log: RunLog, start: int = 0) -> None:
         sampler.load(learner.weights(), version=step + 1)
         log.lap("update")
         log.step(step, rollouts, updates)
+        log.diagnose(step + 1)
         if algorithm.kl is not None and _due(algorithm.kl.refresh_every, step + 1, config.steps):
             learner.refresh_reference()
         if _due(config.evaluation.every, step + 1, config.steps):
