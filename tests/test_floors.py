@@ -16,10 +16,10 @@ SRC = Path(__file__).parents[1] / "src" / "groupwise"
 
 DIAGNOSIS_RULES = ("of_rewards", "of_completions", "of_updates")
 FLOORS = (
-    {"errors", "records", "seeding", "slots", "devices", "hub"},
+    {"errors", "records", "seeding", "slots", "devices", "hub", "environment"},
     {"advantages", "shaping", "weights", "losses", "penalties", "model", "model_files", "resources", "head"}
     | {"adapters", "folding", "lean", "decoding", "drawing", "packing"},
-    {"algorithms", "presets", "chat", "engines"},
+    {"algorithms", "presets", "chat", "engines", "trackers", "trackers.tensorboard", "trackers.wandb"},
     {"rollout", "tasks", "columns", "data", "rewards"}
     | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
     {"train", "checks", "evaluate", "checkpoint", "report", "log", "config", "curriculum", "explain"}
@@ -90,7 +90,12 @@ CORE |= {"jinja2", "math_verify", "latex2sympy2_extended", "sympy", "pydantic_co
 # one of those without a file names its file here.
 EXTRAS = {"vllm": "engines.vllm", "ray": "engines.ray", "reasoning_gym": "rewards.gym", "httpx2": "rewards.endpoint"}
 EXTRAS |= dict.fromkeys(["jsonschema", "referencing"], "rewards.json_schema")
-EXTRAS |= {"peft": "adapters"} | dict.fromkeys(["tensorboard", "wandb", "trackio"], "no file yet")
+EXTRAS |= {
+    "peft": "adapters",
+    "tensorboard": "trackers.tensorboard",
+    "wandb": "trackers.wandb",
+    "trackio": "no file yet",
+}
 # The mathematics can be read and tested with one array library.
 ONLY = {
     "advantages": {"numpy", "pydantic"},

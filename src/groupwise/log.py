@@ -24,6 +24,7 @@ from groupwise.diagnosis import diagnose, read_run
 from groupwise.errors import CheckpointError, RewardError
 from groupwise.evaluate import Scores
 from groupwise.records import Rollout
+from groupwise.trackers import Tracker
 
 Metrics = dict[str, float]
 Faults = Counter[tuple[str, str]]
@@ -101,10 +102,12 @@ class RunLog:
         prompt_text: Callable[[Rollout], str],
         console: Console | None = None,
         max_invalid_fraction: float = 1.0,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         self.folder, self.steps, self.headline = folder, steps, headline
         self.console = console or Console(stderr=True)
         self._prompt_text, self._max_invalid = prompt_text, max_invalid_fraction
+        self._trackers = trackers
         self._laps: dict[str, float] = {}
         self._lap_began = time.perf_counter()
         self._warned: set[str] = set()
@@ -224,7 +227,9 @@ class RunLog:
         self._lap_began = time.perf_counter()
 
     def close(self) -> None:
-        """Take the progress bar off the terminal, and say how often rewards failed."""
+        """Take the progress bar off the terminal, say how often rewards failed, and end what the trackers write."""
+        for tracker in self._trackers:
+            tracker.close()
         if self._progress is not None:
             self._progress.stop()
         if self._faults:
@@ -264,6 +269,9 @@ class RunLog:
         finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(finite) + "\n")
+        numbers = {name: value for name, value in finite.items() if value is not None and name != "step"}
+        for tracker in self._trackers:
+            tracker.log(int(record["step"]), numbers)
 
     def _write_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
         names = list(dict.fromkeys(name for rollout in rollouts for name in rollout.rewards))
