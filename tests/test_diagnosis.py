@@ -13,7 +13,8 @@ import pytest
 import torch
 from models import STOP
 from rich.console import Console
-from toys import starts_low, terminal, toy_config, toy_folder, toy_rows
+from toy_reward import always, length_of, starts_low
+from toys import terminal, toy_config, toy_folder, toy_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -24,7 +25,6 @@ from groupwise.diagnosis.evidence import Sampled
 from groupwise.engines import Request, Sampler, Sampling
 from groupwise.engines.local import LocalSampler, load_policy
 from groupwise.errors import CheckpointError, ConfigError, ModelError
-from groupwise.records import Rollout
 from groupwise.rewards import as_rewards
 from groupwise.tasks import Task, read_rows
 from groupwise.train import Parts, build, load_sampler, train
@@ -186,14 +186,6 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     toy_folder(folder / "model")
     toy_rows(folder / "rows.jsonl")
     return folder
-
-
-def always(rollout: Rollout) -> float:
-    return 1.0
-
-
-def length_of(rollout: Rollout) -> float:
-    return rollout.num_completion_tokens / 10
 
 
 def first_two(config: Config, reward: Any = starts_low, rows: Path | None = None) -> list[str]:
