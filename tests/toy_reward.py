@@ -1,4 +1,4 @@
-"""The reward of the toy task and two bad ones, in a file that imports little: every run of the tests imports it in a worker."""
+"""The reward of the toy task and two bad ones; the file imports little, as every run of the tests imports it."""
 
 from __future__ import annotations
 
