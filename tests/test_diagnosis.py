@@ -13,6 +13,7 @@ import pytest
 import torch
 from models import STOP
 from rich.console import Console
+from safetensors.torch import load_file
 from toy_reward import always, length_of, starts_low
 from toys import terminal, toy_config, toy_folder, toy_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -215,8 +216,13 @@ def test_planted_reward_that_is_always_true(toys: Path, tmp_path: Path) -> None:
 
 
 def test_planted_learning_rate_of_0(toys: Path, tmp_path: Path) -> None:
-    config = toy_config(toys, output=str(tmp_path / "run"), optimizer={"learning_rate": 0.0})
-    assert "learning_rate_without_effect" in first_two(config)
+    output = str(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"optimizer\.learning_rate: 0; the weights would end as they began"):
+        train(toy_config(toys, output=output, optimizer={"learning_rate": 0.0}), console=Console(quiet=True))
+    config = toy_config(toys, output=output, optimizer={"learning_rate": 1e-12})
+    assert "learning_rate_without_effect" in first_two(config), "one that is as good as 0 is not refused"
+    before, after = (load_file(folder / "model" / "model.safetensors") for folder in (toys, tmp_path / "run"))
+    assert all(torch.allclose(before[name], after[name], rtol=0, atol=1e-10) for name in before)
 
 
 def test_planted_clip_of_0(toys: Path, tmp_path: Path) -> None:
@@ -311,18 +317,18 @@ def test_planted_dropout_in_the_sampler(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_doctor_says_the_worst_first_in_plain_words(toys: Path, tmp_path: Path) -> None:
     console, screen = terminal()
-    config = toy_config(toys, output=str(tmp_path / "run"), optimizer={"learning_rate": 0.0})
+    config = toy_config(toys, output=str(tmp_path / "run"), optimizer={"learning_rate": 1e-12})
     train(config, console=console)
-    said = "doctor: The learning rate has no effect: 0"
+    said = "doctor: The learning rate has no effect: 1e-12"
     assert screen.getvalue().count(said) == 1, "the run says so, once"
     printed = CliRunner().invoke(app, ["doctor", str(tmp_path / "run")], catch_exceptions=False).stdout
-    assert printed.startswith("error  The learning rate has no effect: 0")
+    assert printed.startswith("error  The learning rate has no effect: 1e-12")
     assert "try optimizer.learning_rate: 1e-6" in printed
 
 
 def test_a_finding_is_said_when_it_appears_and_not_again(toys: Path, tmp_path: Path) -> None:
     console, screen = terminal()
-    train(toy_config(toys, output=str(tmp_path / "run"), optimizer={"learning_rate": 0.0}, steps=20), console=console)
+    train(toy_config(toys, output=str(tmp_path / "run"), optimizer={"learning_rate": 1e-12}, steps=20), console=console)
     lines = [line for line in screen.getvalue().splitlines() if line.startswith(("step", "doctor"))]
     assert lines[10].startswith("doctor: The learning rate has no effect"), "after step 10"
     assert sum(line.startswith("doctor: The learning rate") for line in lines) == 1

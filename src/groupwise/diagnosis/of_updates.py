@@ -7,6 +7,8 @@ from groupwise.diagnosis.findings import Finding, trend
 
 MISMATCH = 0.01
 """Mean |log-prob difference| between sampler and learner that is more than rounding (nats)."""
+ROUNDS_AWAY = {"float32": 1e-10, "bfloat16": 1e-6}
+"""By dtype: learning rates (about AdamW's steps) below half a unit in the last place of weights around 0.01."""
 SATURATED = 0.3
 """Share of clipped tokens above which most of an update is thrown away."""
 COLLAPSED = 0.1
@@ -20,15 +22,13 @@ FEW = 3
 
 
 def learning_rate_without_effect(run: Evidence) -> Finding | None:
-    """The learning rate is 0, or rounds away in bfloat16 weights."""
+    """The learning rate is 0, or its steps round away in the weights' dtype."""
     rates = run.series("learning_rate")
-    if not len(rates):
+    dtype = str(run.setting("engine.dtype"))
+    if not len(rates) or rates.max() > ROUNDS_AWAY.get(dtype, 0.0):
         return None
     peak = float(rates.max())
-    rounds_away = run.setting("engine.dtype") == "bfloat16" and peak <= 1e-6
-    if peak > 0 and not rounds_away:
-        return None
-    why = "bfloat16 weights round steps of this size away" if rounds_away else "every optimizer step is empty"
+    why = f"steps of this size round away in {dtype} weights" if peak > 0 else "every optimizer step is empty"
     return Finding(
         "learning_rate_without_effect",
         "error",
