@@ -14,15 +14,17 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "groupwise"
 
+DIAGNOSIS_RULES = ("of_rewards", "of_completions", "of_updates")
 FLOORS = (
-    {"errors", "records", "seeding", "slots", "devices", "hub"},
+    {"errors", "records", "seeding", "slots", "devices", "hub", "environment"},
     {"advantages", "shaping", "weights", "losses", "penalties", "model", "model_files", "resources", "head"}
     | {"adapters", "folding", "lean", "decoding", "drawing", "packing"},
-    {"algorithms", "presets", "chat", "engines"},
+    {"algorithms", "presets", "chat", "engines", "trackers", "trackers.tensorboard", "trackers.wandb"},
     {"rollout", "tasks", "columns", "data", "rewards"}
     | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
-    {"train", "checks", "settling", "evaluate", "checkpoint", "report", "log", "config", "curriculum", "explain"},
-    {"cli", "quickstart", "arithmetic", "check_reward"}
+    {"train", "checks", "settling", "evaluate", "checkpoint", "report", "log", "config", "curriculum", "explain"}
+    | {"diagnosis", *(f"diagnosis.{name}" for name in ("evidence", "findings", *DIAGNOSIS_RULES))},
+    {"cli", "quickstart", "arithmetic", "check_reward", "diagnosis.cli"}
     | {"foreign", "foreign.roll", "foreign.roll_algorithm", "foreign.trl", "foreign.trl_algorithm", "foreign.cli"},
 )
 SURFACE = {"", "__main__"}  # groupwise/__init__.py gathers the public names; nothing of ours imports it
@@ -46,8 +48,12 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "tasks": {"rewards"},
     "data": {"columns", "rewards", "tasks"},
     "rollout": {"tasks", "rewards"},
-    "log": {"evaluate"},
+    "log": {"evaluate", "diagnosis"},
     "config": {"curriculum"},
+    "diagnosis.evidence": {"config"},
+    "diagnosis.findings": {"diagnosis.evidence"},
+    **{f"diagnosis.{name}": {"diagnosis.evidence", "diagnosis.findings"} for name in DIAGNOSIS_RULES},
+    "diagnosis": {"diagnosis.evidence", "diagnosis.findings", *(f"diagnosis.{name}" for name in DIAGNOSIS_RULES)},
     "checks": {"config"},
     "settling": {"config", "checks"},
     "train": {"config", "checks", "settling", "checkpoint", "curriculum", "evaluate", "log"},
@@ -57,7 +63,7 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "foreign.trl_algorithm": {"foreign"},
     "foreign.trl": {"foreign", "foreign.trl_algorithm"},
     "foreign.cli": {"foreign", "foreign.roll", "foreign.trl"},
-    "cli": {"check_reward", "quickstart", "foreign.cli"},
+    "cli": {"check_reward", "quickstart", "foreign.cli", "diagnosis.cli"},
 }
 # An engine knows tensors and requests, never an algorithm, a task or the loop.
 ENGINES_MAY_IMPORT = {
@@ -85,7 +91,12 @@ CORE |= {"jinja2", "math_verify", "latex2sympy2_extended", "sympy", "pydantic_co
 # one of those without a file names its file here.
 EXTRAS = {"vllm": "engines.vllm", "ray": "engines.ray", "reasoning_gym": "rewards.gym", "httpx2": "rewards.endpoint"}
 EXTRAS |= dict.fromkeys(["jsonschema", "referencing"], "rewards.json_schema")
-EXTRAS |= {"peft": "adapters"} | dict.fromkeys(["tensorboard", "wandb", "trackio"], "no file yet")
+EXTRAS |= {
+    "peft": "adapters",
+    "tensorboard": "trackers.tensorboard",
+    "wandb": "trackers.wandb",
+    "trackio": "no file yet",
+}
 # The mathematics can be read and tested with one array library.
 ONLY = {
     "advantages": {"numpy", "pydantic"},

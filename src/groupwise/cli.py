@@ -1,4 +1,4 @@
-"""The command line: quickstart, train, eval, sample, check-reward, config, explain, import.
+"""The command line: quickstart, train, eval, sample, check-reward, doctor, config, explain, import.
 
 Exit codes: 0 done; 2 the input is wrong (one message on standard error); 1 anything else, a faulty reward included.
 """
@@ -20,6 +20,7 @@ from rich.console import Console
 from groupwise.algorithms import Algorithm
 from groupwise.checkpoint import newest
 from groupwise.config import Config, Engine, Tree, apply, read_yaml, reference
+from groupwise.diagnosis.cli import app as doctor_app
 from groupwise.errors import CheckpointError, ConfigError, GroupwiseError, did_you_mean
 from groupwise.foreign.cli import app as import_app
 from groupwise.presets import PRESETS
@@ -27,6 +28,7 @@ from groupwise.presets import PRESETS
 HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
 app.add_typer(import_app, name="import")
+app.add_typer(doctor_app)
 
 Settings = Annotated[
     list[str] | None,

@@ -20,13 +20,17 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from groupwise.algorithms import zero_variance
+from groupwise.diagnosis import diagnose, read_run
 from groupwise.errors import CheckpointError, RewardError
 from groupwise.evaluate import Scores
 from groupwise.records import Rollout
+from groupwise.trackers import Tracker
 
 Metrics = dict[str, float]
 Faults = Counter[tuple[str, str]]
 """How often each (reward function, cause) was met."""
+DIAGNOSE_EVERY = 10
+"""Steps between two looks at the run so far."""
 MISMATCH_LIMIT = 0.01
 """Mean |log-prob| difference between sampler and learner above which the run says so (nats)."""
 
@@ -98,10 +102,12 @@ class RunLog:
         prompt_text: Callable[[Rollout], str],
         console: Console | None = None,
         max_invalid_fraction: float = 1.0,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         self.folder, self.steps, self.headline = folder, steps, headline
         self.console = console or Console(stderr=True)
         self._prompt_text, self._max_invalid = prompt_text, max_invalid_fraction
+        self._trackers = trackers
         self._laps: dict[str, float] = {}
         self._lap_began = time.perf_counter()
         self._warned: set[str] = set()
@@ -193,6 +199,17 @@ class RunLog:
             )
         self.lap("log")  # known only now, so it is in the record of the next step
 
+    def diagnose(self, steps_done: int) -> None:
+        """Every few steps, and after the last: say once what a diagnosis of the run so far finds wrong."""
+        if steps_done % DIAGNOSE_EVERY and steps_done != self.steps:
+            return
+        for finding in diagnose(read_run(self.folder)):
+            if finding.severity != "note" and finding.rule not in self._warned:
+                self._warned.add(finding.rule)
+                text = f"doctor: {finding.title} ({finding.evidence}). Try: {finding.advice}"
+                self.console.print(text, style="magenta", highlight=False, markup=False, soft_wrap=True)
+        self.lap("log")
+
     def evaluation(self, steps_done: int, scores: Scores) -> None:
         """Write and show an evaluation after `steps_done` steps."""
         self._append({"step": steps_done, **{f"eval/{name}": mean for name, mean in scores.means.items()},
@@ -210,7 +227,9 @@ class RunLog:
         self._lap_began = time.perf_counter()
 
     def close(self) -> None:
-        """Take the progress bar off the terminal, and say how often rewards failed."""
+        """Take the progress bar off the terminal, say how often rewards failed, and end what the trackers write."""
+        for tracker in self._trackers:
+            tracker.close()
         if self._progress is not None:
             self._progress.stop()
         if self._faults:
@@ -250,6 +269,9 @@ class RunLog:
         finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(finite) + "\n")
+        numbers = {name: value for name, value in finite.items() if value is not None and name != "step"}
+        for tracker in self._trackers:
+            tracker.log(int(record["step"]), numbers)
 
     def _write_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
         names = list(dict.fromkeys(name for rollout in rollouts for name in rollout.rewards))

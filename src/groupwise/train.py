@@ -35,6 +35,7 @@ from groupwise.data import Data, hold_out, load_task, without_held_out
 from groupwise.devices import find_device
 from groupwise.engines import Critic, Learner, Sampler
 from groupwise.engines.local import LocalSampler, load_policy, local_engine
+from groupwise.environment import write_environment
 from groupwise.errors import Findings, GroupwiseError
 from groupwise.evaluate import Scores, evaluate
 from groupwise.log import RunLog, new_folder
@@ -46,6 +47,7 @@ from groupwise.seeding import generator
 from groupwise.settling import MOST_SAMPLE_TOKENS, settle
 from groupwise.slots import replace
 from groupwise.tasks import Task, check_prompts, check_task
+from groupwise.trackers import open_trackers
 
 RUNS = "runs"
 """The folder in which runs are made that name none."""
@@ -66,6 +68,7 @@ def loop(config: Config, parts: Parts, log: RunLog, start: int = 0) -> None:
         sampler.load(learner.weights(), version=step + 1)
         log.lap("update")
         log.step(step, rollouts, updates)
+        log.diagnose(step + 1)
         if algorithm.kl is not None and _due(algorithm.kl.refresh_every, step + 1, config.steps):
             learner.refresh_reference()
         if _due(config.evaluation.every, step + 1, config.steps):
@@ -216,7 +219,7 @@ class Run:
     """What a training run leaves."""
 
     folder: Path
-    """config.yaml, metrics.jsonl, rollouts/, checkpoints/, and the trained model in model/."""
+    """config.yaml, environment.json, metrics.jsonl, rollouts/, checkpoints/, and the trained model in model/."""
     before: Scores | None
     """Held-out scores before the first step (None without `evaluation.data`, or when resumed)."""
     after: Scores | None
@@ -257,10 +260,11 @@ def train(
         prompt_text=parts.chat.prompt_text,
         console=console,
         max_invalid_fraction=config.max_invalid_fraction,
+        trackers=open_trackers(config.trackers, folder, config.model_dump(mode="json")),
     )
     for caution in (*cautions(config), *parts.cautions):
         log.warn(caution)
-    start, before = 0, None
+    start = 0
     if resume is not None:
         start, algorithm = checkpoint.restore(folder, parts.saved())
         config = replace(config, algorithm=algorithm)
@@ -272,16 +276,17 @@ def train(
             log.warn(f"all {config.steps} steps are done already, so nothing is trained; {another}")
     else:
         (folder / "config.yaml").write_text(config.to_yaml())
+        write_environment(folder)
         log.say(f"run folder: {folder}")
-        before = parts.evaluate(config, log, 0)
     try:
+        before = parts.evaluate(config, log, 0) if resume is None else None
         loop(config, parts, log, start)
+        save_model(config.model, parts.learner.weights(), folder / "model")
+        if parts.save_adapter is not None:
+            parts.save_adapter(folder / "adapter")
+        return Run(folder, before, parts.evaluate(config, log, config.steps))
     finally:
         log.close()
-    save_model(config.model, parts.learner.weights(), folder / "model")
-    if parts.save_adapter is not None:
-        parts.save_adapter(folder / "adapter")
-    return Run(folder, before, parts.evaluate(config, log, config.steps))
 
 
 def fresh_folder(home: Path, name: str) -> Path:
