@@ -33,7 +33,7 @@ from groupwise.checkpoint import complete
 from groupwise.config import Config, Engine
 from groupwise.engines import Request, Sampling
 from groupwise.engines.fake import RecordingLearner, ScriptedSampler
-from groupwise.errors import CheckpointError, ConfigError, DataError, GroupwiseError, RewardError
+from groupwise.errors import CheckpointError, ConfigError, DataError, NumericalError, RewardError
 from groupwise.log import RunLog
 from groupwise.presets import PRESETS
 from groupwise.records import Rollout
@@ -387,10 +387,9 @@ def test_only_a_run_can_be_continued(toys: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere: not a run folder .*pass the folder that a run printed"):
         quietly(toy_config(toys), resume=tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
-    (tmp_path / "young").mkdir()
-    (tmp_path / "young" / "config.yaml").write_text(toy_config(toys).to_yaml())
-    with pytest.raises(CheckpointError, match=r"young: no finished checkpoint .*start the run again in a new folder"):
-        quietly(toy_config(toys), resume=tmp_path / "young")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(CheckpointError, match=r"other: not a run folder"):
+        quietly(toy_config(toys), resume=tmp_path / "other")
 
 
 def test_a_resumed_run_does_not_warn_of_settings_that_it_wrote_itself(toys: Path, tmp_path: Path) -> None:
@@ -599,7 +598,7 @@ def test_a_device_that_is_not_there_is_refused(toys: Path) -> None:
 def test_a_gradient_that_is_not_finite_stops_the_run_with_its_way_out(toys: Path, tmp_path: Path) -> None:
     config = toy_config(toys, output=str(tmp_path / "run"), steps=1)
     algorithm = replace(config.algorithm, surrogate=lambda x: (x.logprobs * math.inf, {}))
-    with pytest.raises(GroupwiseError, match=r"nothing was changed. Lower optimizer\.learning_rate"):
+    with pytest.raises(NumericalError, match=r"nothing was changed; .*lower optimizer\.learning_rate"):
         quietly(replace(config, algorithm=algorithm))
 
 

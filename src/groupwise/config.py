@@ -18,8 +18,10 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from groupwise.advantages import GroupStd, of_group
 from groupwise.algorithms import Algorithm, cautions
+from groupwise.checkpoint import Checkpoint
 from groupwise.engines import Optimizer, Sampling
 from groupwise.errors import ConfigError, did_you_mean
+from groupwise.guards import Guards
 from groupwise.presets import PRESETS
 from groupwise.rewards import Rewards
 from groupwise.slots import OneOf, Slot, replace
@@ -113,15 +115,6 @@ class Engine(Slot):
     """Recompute activations in the backward pass: less memory, about a quarter more time."""
 
 
-class Checkpoint(Slot):
-    """What a run keeps to continue from."""
-
-    every: int = Field(default=0, ge=0)
-    """Steps between checkpoints; 0 saves only at the end."""
-    keep_last: int = Field(default=2, ge=1)
-    """Older ones are deleted."""
-
-
 class Config(Slot):
     """Everything a run is made of."""
 
@@ -156,6 +149,8 @@ class Config(Slot):
     """Held-out prompts."""
     checkpoint: Checkpoint = Checkpoint()
     """What is kept to continue from."""
+    guards: Guards = Guards()
+    """What a run stops at, and what it warns of."""
     max_invalid_fraction: float = Field(default=0.25, ge=0, le=1)
     """The run stops when more of a step's rollouts than this have no trustworthy reward."""
     sampling_rounds: int = Field(default=4, ge=1)
@@ -225,6 +220,8 @@ class Config(Slot):
                 "engine.dtype: bfloat16 holds the weights themselves in bfloat16: small optimizer steps round away "
                 "(1e-6 nearly always); use float32 unless memory forbids"
             )
+        if self.checkpoint.keep_best and not self.evaluation.every:
+            found.append("checkpoint.keep_best has no effect without evaluation.every: no checkpoint has a score")
         if self.evaluation.data is None and self.evaluation.every:
             found.append("evaluation.every has no effect without evaluation.data")
         return found

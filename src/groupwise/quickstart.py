@@ -73,6 +73,8 @@ def quickstart(
     torch.set_num_threads(THREADS)
     model = base_model(home / "base-models" / f"seed-{seed}", seed, console)
     run = train(configure(seed, algorithm, overrides, model, home), console=console)
+    if run.stopped is not None:
+        return {"run": str(run.folder), "stopped": run.stopped}
     assert run.before is not None and run.after is not None, "the quickstart always evaluates"
     seconds = time.perf_counter() - began
     for group in sample_groups(run.folder):
