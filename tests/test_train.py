@@ -28,13 +28,14 @@ from toys import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from groupwise.algorithms import zero_variance
+from groupwise.build import Parts, build, fresh_folder, load_sampler
 from groupwise.chat import Chat
 from groupwise.checkpoint import complete
 from groupwise.checks import cautions
 from groupwise.config import Config, Engine
 from groupwise.engines import Request, Sampling
 from groupwise.engines.fake import RecordingLearner, ScriptedSampler
-from groupwise.errors import CheckpointError, ConfigError, DataError, GroupwiseError, RewardError
+from groupwise.errors import CheckpointError, ConfigError, DataError, NumericalError, RewardError
 from groupwise.log import RunLog
 from groupwise.presets import PRESETS
 from groupwise.records import Rollout
@@ -42,7 +43,7 @@ from groupwise.rewards import as_rewards
 from groupwise.seeding import key
 from groupwise.slots import replace
 from groupwise.tasks import Task, read_rows
-from groupwise.train import Parts, Run, build, experience, fresh_folder, load_sampler, train
+from groupwise.train import Run, experience, train
 
 RECORD = {
     "step",
@@ -392,10 +393,9 @@ def test_only_a_run_can_be_continued(toys: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere: not a run folder .*pass the folder that a run printed"):
         quietly(toy_config(toys), resume=tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
-    (tmp_path / "young").mkdir()
-    (tmp_path / "young" / "config.yaml").write_text(toy_config(toys).to_yaml())
-    with pytest.raises(CheckpointError, match=r"young: no finished checkpoint .*start the run again in a new folder"):
-        quietly(toy_config(toys), resume=tmp_path / "young")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(CheckpointError, match=r"other: not a run folder"):
+        quietly(toy_config(toys), resume=tmp_path / "other")
 
 
 def test_a_resumed_run_does_not_warn_of_settings_that_it_wrote_itself(toys: Path, tmp_path: Path) -> None:
@@ -604,7 +604,7 @@ def test_a_device_that_is_not_there_is_refused(toys: Path) -> None:
 def test_a_gradient_that_is_not_finite_stops_the_run_with_its_way_out(toys: Path, tmp_path: Path) -> None:
     config = toy_config(toys, output=str(tmp_path / "run"), steps=1)
     algorithm = replace(config.algorithm, surrogate=lambda x: (x.logprobs * math.inf, {}))
-    with pytest.raises(GroupwiseError, match=r"nothing was changed. Lower optimizer\.learning_rate"):
+    with pytest.raises(NumericalError, match=r"nothing was changed; .*lower optimizer\.learning_rate"):
         quietly(replace(config, algorithm=algorithm))
 
 

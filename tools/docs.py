@@ -318,6 +318,7 @@ METRICS = {
         "loss": "The objective's value. On-policy it says little: its gradient does the work.",
         "grad_norm": "L2 norm of the gradient before it is clipped to `optimizer.max_grad_norm`.",
         "learning_rate": "Of this update.",
+        "skipped_updates": "Updates left out because loss or gradient was not finite; only where there were some.",
         "clip_ratio/low": "Share of tokens with A < 0 whose ratio lies below the surrogate's lower bound.",
         "clip_ratio/high": "Share of tokens with A > 0 whose ratio lies above the surrogate's upper bound.",
         "approx_kl": "k3 estimate of how far the update has moved from the policy at the start of the step; 0 with one "

@@ -1,4 +1,4 @@
-"""The training loop on one screen (`loop`), its stages, and `train`, which builds what it needs from a `Config`."""
+"""The training loop on one screen (`loop`), its stages, and `train`, which runs it in a run folder."""
 
 from __future__ import annotations
 
@@ -7,75 +7,112 @@ import dataclasses
 import math
 from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
 from rich.console import Console
 from torch import Tensor
 
 from groupwise import checkpoint
 from groupwise.algorithms import Algorithm, zero_variance
-from groupwise.chat import Chat
-from groupwise.checks import (
-    Outline,
-    cautions,
-    check_disk,
-    check_folder,
-    check_it_learns,
-    check_memory,
-    data_cautions,
-    outline,
-)
-from groupwise.config import Config, Data, Engine
-from groupwise.devices import find_device
-from groupwise.engines import Critic, Learner, Sampler
-from groupwise.engines.local import LocalSampler, load_policy, local_engine
-from groupwise.errors import Findings, GroupwiseError
-from groupwise.evaluate import Scores, evaluate
+from groupwise.build import RUNS, Parts, build, fresh_folder
+from groupwise.checkpoint import Checkpoints
+from groupwise.checks import cautions
+from groupwise.config import Config
+from groupwise.errors import CheckpointError, NumericalError
+from groupwise.evaluate import Scores
+from groupwise.files import damage, whole_folder, write_whole
+from groupwise.guards import blaming, cause, poisoned
+from groupwise.interrupt import Stop, Stopped
 from groupwise.log import RunLog, new_folder
 from groupwise.model import save_model
+from groupwise.pending import Pending
 from groupwise.records import Batch, Rollout, collate
 from groupwise.rewards import workers_end
 from groupwise.rollout import play
 from groupwise.seeding import generator
 from groupwise.slots import replace
-from groupwise.tasks import Task, check_task, read_rows, rows_for_step
-
-RUNS = "runs"
-"""The folder in which runs are made that name none."""
+from groupwise.tasks import Task, rows_for_step
 
 
-def loop(config: Config, parts: Parts, log: RunLog, start: int = 0) -> None:
-    """Steps `start` to `config.steps`: sample groups, credit them, update the policy, publish it."""
+def loop(config: Config, parts: Parts, log: RunLog, start: int = 0, stop: Stop | None = None) -> None:
+    """Steps `start` to `config.steps`: sample groups, credit them, update the policy, publish it.
+
+    Raises:
+        Stopped: `stop` was asked to; a checkpoint of the steps done is on disk.
+    """
     algorithm, sampler, learner = config.algorithm, parts.sampler, parts.learner
-    for step, rollouts in experience(config, parts, start):  # whole groups, scored
-        log.lap("sample")
-        log.check(rollouts)
-        algorithm = algorithm.adapt(rollouts)  # coefficients that follow a target
-        rollouts = annotate(rollouts, parts, algorithm.needs(config.updates_per_step))  # old / reference log-probs
-        rollouts = algorithm.credit(rollouts)  # rewards -> advantages
-        log.lap("credit")
-        batches = algorithm.batches(rollouts, config.updates_per_step)  # tensors and token weights
-        updates = [update(batch, algorithm, parts) for batch in batches]
-        sampler.load(learner.weights(), version=step + 1)
-        log.lap("update")
-        log.step(step, rollouts, updates)
-        if algorithm.kl is not None and _due(algorithm.kl.refresh_every, step + 1, config.steps):
-            learner.refresh_reference()
-        if _due(config.evaluation.every, step + 1, config.steps):
-            parts.evaluate(config, log, step + 1)
-        if step + 1 == config.steps or _due(config.checkpoint.every, step + 1, config.steps):
-            checkpoint.save(log.folder, step + 1, parts.saved(), algorithm, config.checkpoint.keep_last)
-            log.lap("checkpoint")
+    done, stop = start, stop or Stop()
+    with Checkpoints(log.folder, config.checkpoint, parts.covered) as checkpoints:
+        try:
+            for step, rollouts in experience(config, parts, start):  # whole groups, scored
+                log.lap("sample")
+                parts.check(log, step, rollouts)
+                adapted = algorithm.adapt(rollouts)  # coefficients that follow a target
+                # Old and reference log-probs and the critic's values, where they are needed.
+                rollouts = annotate(rollouts, parts, adapted.needs(config.updates_per_step))
+                rollouts = adapted.credit(rollouts)  # rewards -> advantages
+                log.lap("credit")
+                with stop.held():  # from the first update until it is written down, a step is not interrupted
+                    batches = adapted.batches(rollouts, config.updates_per_step)  # tensors and weights of each update
+                    updates = [
+                        guarded(step, i, batch, rollouts, adapted, parts, log) for i, batch in enumerate(batches)
+                    ]
+                    sampler.load(learner.weights(), version=step + 1)
+                    log.lap("update")
+                    log.step(step, rollouts, updates)
+                    if adapted.kl is not None and _due(adapted.kl.refresh_every, step + 1, config.steps):
+                        learner.refresh_reference()
+                    done, algorithm = step + 1, adapted
+                score = parts.evaluate(config, log, done) if _due(config.evaluation.every, done, config.steps) else None
+                if done == config.steps or _due(config.checkpoint.every, done, config.steps):
+                    with stop.held():
+                        checkpoints.save(done, parts.saved(), algorithm, None if score is None else score.headline)
+                    log.lap("checkpoint")
+        except Stopped:
+            if done not in (start, checkpoints.newest):
+                checkpoints.save(done, parts.saved(), algorithm, None)
+            checkpoints.wait()
+            raise
+
+
+def guarded(
+    step: int,
+    number: int,
+    batch: Batch,
+    rollouts: Sequence[Rollout],
+    algorithm: Algorithm,
+    parts: Parts,
+    log: RunLog,
+) -> dict[str, float]:
+    """The metrics of an update; none when its loss or gradient was not finite and it may be left out.
+
+    Raises:
+        NumericalError: it was not finite, and may not; the batch is in the run folder.
+    """
+    try:
+        return update(batch, algorithm, parts)
+    except NumericalError as error:
+        found = cause(error.findings, batch, rollouts, parts.learner.weights())
+        log.refuse(step, number, batch, f"{error}; {found}")
+        return {}
 
 
 def update(batch: Batch, algorithm: Algorithm, parts: Parts) -> dict[str, float]:
-    """One optimizer step of the policy, and of the critic if there is one; their metrics."""
-    metrics = parts.learner.update(batch, algorithm.loss, per_token=algorithm.per_token)
-    return metrics if parts.critic is None else metrics | parts.critic.update(batch, algorithm.value_loss)
+    """One optimizer step of the policy, and of the critic if there is one; their metrics.
+
+    Raises:
+        NumericalError: loss or gradient is not finite, with what of which row is to blame; that model is as it was.
+    """
+    learner, critic = parts.learner, parts.critic
+    probe = partial(learner.update, loss=poisoned(algorithm.loss), per_token=algorithm.per_token)
+    with blaming(batch, "the policy's log-prob", learner.logprobs, probe):
+        metrics = learner.update(batch, algorithm.loss, per_token=algorithm.per_token)
+    if critic is None:
+        return metrics
+    probe = partial(critic.update, loss=poisoned(algorithm.value_loss))
+    with blaming(batch, "the critic's value", critic.values, probe):
+        return metrics | critic.update(batch, algorithm.value_loss)
 
 
 def experience(config: Config, parts: Parts, start: int = 0) -> Iterator[tuple[int, list[Rollout]]]:
@@ -89,6 +126,12 @@ def experience(config: Config, parts: Parts, start: int = 0) -> Iterator[tuple[i
 
 
 def _play(config: Config, parts: Parts, rows: Sequence[int], step: int, draw: int) -> list[Rollout]:
+    """The scored groups of some rows, kept on disk until a checkpoint covers them where the run has a folder."""
+    sample = partial(_sample, config, parts, rows, step, draw)
+    return sample() if parts.pending is None else parts.pending.recall(step, draw, sample)
+
+
+def _sample(config: Config, parts: Parts, rows: Sequence[int], step: int, draw: int) -> list[Rollout]:
     """The scored groups of some rows; with a greedy baseline, every rollout knows what the greedy answer earned."""
     play_rows = partial(play, parts.task, parts.sampler, parts.chat, rows, seed=config.seed, step=step)
     rollouts = play_rows(group_size=config.group_size, sampling=config.sampling, stream=f"train.{draw}")
@@ -156,42 +199,7 @@ def _due(every: int, done: int, total: int) -> bool:
     return every > 0 and done % every == 0 and done < total
 
 
-# Building a run ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a run works with."""
-
-    task: Task
-    sampler: Sampler
-    learner: Learner
-    chat: Chat
-    held_out: Task | None = None
-    """Prompts for evaluation."""
-    critic: Critic | None = None
-    """Of an algorithm that has one (PPO)."""
-    cautions: tuple[str, ...] = ()
-    """What was unusual about data, memory or disk."""
-
-    def saved(self) -> dict[str, checkpoint.Saved]:
-        """What a checkpoint holds, by the name of its folder."""
-        return {"learner": self.learner} if self.critic is None else {"learner": self.learner, "critic": self.critic}
-
-    def evaluate(self, config: Config, log: RunLog, steps_done: int) -> Scores | None:
-        """Evaluate the policy on the held-out prompts, if there are any, and log it."""
-        if self.held_out is None:
-            return None
-        scores = evaluate(
-            self.held_out,
-            self.sampler,
-            self.chat,
-            sampling=config.evaluation.sampling(config.sampling.max_tokens),
-            samples=config.evaluation.samples,
-            seed=config.seed,
-        )
-        log.evaluation(steps_done, scores)
-        return scores
+# A run in its folder ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -201,8 +209,10 @@ class Run:
     folder: Path
     """config.yaml, metrics.jsonl, rollouts/, checkpoints/, and the trained model in model/."""
     before: Scores | None
-    """Held-out scores before the first step (None without `evaluation.data`, or when resumed)."""
+    """Held-out scores before the first step (None without `evaluation.data`, or when resumed after it)."""
     after: Scores | None
+    stopped: str | None = None
+    """By what it was stopped before its end, to be resumed: SIGTERM, SIGINT or the time limit."""
 
 
 @workers_end()
@@ -212,14 +222,18 @@ def train(
     *,
     held_out: Task | None = None,
     resume: Path | None = None,
+    max_seconds: float | None = None,
     console: Console | None = None,
 ) -> Run:
     """Train `config.model` on the task, by default the one that `config.data` and `config.rewards` describe.
 
+    SIGINT and SIGTERM stop it where it can be resumed.
+
     Args:
         task: other prompts and rewards than the configuration's.
         held_out: other held-out prompts than those of `config.evaluation`.
-        resume: a run folder to continue from its newest checkpoint.
+        resume: a run folder to continue from its newest undamaged checkpoint, or from the start if it has none.
+        max_seconds: stop after this time, as a signal would.
         console: where progress is shown; standard error when None.
 
     Raises:
@@ -228,7 +242,7 @@ def train(
     """
     config = config.resolve()
     if resume is not None:
-        checkpoint.newest(resume)  # before a model is loaded: is there anything to continue from?
+        checkpoint.check_run(resume)  # before a model is loaded: is there anything to continue?
     parts = build(config, task, held_out)
     name = Path(config.model).name or "model"
     folder = resume or new_folder(Path(config.output) if config.output else fresh_folder(Path(RUNS), name))
@@ -239,168 +253,56 @@ def train(
         prompt_text=parts.chat.prompt_text,
         console=console,
         max_invalid_fraction=config.max_invalid_fraction,
+        guards=config.guards,
     )
+    pending = Pending(folder, config.to_yaml(), log.warn)
+    parts = dataclasses.replace(parts, pending=pending)
     for caution in (*cautions(config), *parts.cautions):
         log.warn(caution)
-    start, before = 0, None
-    if resume is not None:
-        start, algorithm = checkpoint.restore(folder, parts.saved())
+    before: Scores | None = None
+    try:
+        with Stop(max_seconds) as stop, contextlib.closing(log), contextlib.closing(pending):
+            start, config = _begin(config, log) if resume is None else _continue(config, parts, log)
+            with _way_out(folder):
+                before = parts.evaluate(config, log, 0) if start == 0 else None
+                loop(config, parts, log, start, stop)
+                with stop.held(), whole_folder(folder / "model") as model:
+                    save_model(config.model, parts.learner.weights(), model)
+                return Run(folder, before, parts.evaluate(config, log, config.steps))
+    except Stopped as stopped:
+        log.say(f"stopped by {stopped}; continue with: groupwise train --resume {folder}")
+        return Run(folder, before, None, stopped=str(stopped))
+
+
+def _begin(config: Config, log: RunLog) -> tuple[int, Config]:
+    write_whole(log.folder / "config.yaml", config.to_yaml().encode())
+    log.say(f"run folder: {log.folder}")
+    return 0, config
+
+
+def _continue(config: Config, parts: Parts, log: RunLog) -> tuple[int, Config]:
+    """Bring everything to where the newest checkpoint has it; the steps done then, and the configuration."""
+    start, found = 0, checkpoint.newest(log.folder, log.warn)
+    if found is not None:
+        start, algorithm = checkpoint.restore(found, parts.saved())
         config = replace(config, algorithm=algorithm)
         parts.sampler.load(parts.learner.weights(), version=start)
-        log.rewind(start)
-        log.say(f"continuing {folder} after step {start}")
-        if start >= config.steps:
-            another = f"--model {folder / 'model'} starts another run from here"
-            log.warn(f"all {config.steps} steps are done already, so nothing is trained; {another}")
-    else:
-        (folder / "config.yaml").write_text(config.to_yaml())
-        log.say(f"run folder: {folder}")
-        before = parts.evaluate(config, log, 0)
-    try:
-        loop(config, parts, log, start)
-    finally:
-        log.close()
-    save_model(config.model, parts.learner.weights(), folder / "model")
-    return Run(folder, before, parts.evaluate(config, log, config.steps))
-
-
-def fresh_folder(home: Path, name: str) -> Path:
-    """A path below `home`, of the time and the name, at which there is nothing yet."""
-    stem = home / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
-    return next(path for i in range(1000) if not (path := Path(f"{stem}-{i}") if i else stem).exists())
-
-
-def build(config: Config, task: Task | None = None, held_out: Task | None = None) -> Parts:
-    """The task, engine and tokenizer of a configuration, checked against each other.
-
-    Raises:
-        GroupwiseError: see `train`.
-    """
-    ready = prepare(config, task, held_out)
-    engine = local_engine(
-        config.model,
-        dtype=getattr(torch, config.engine.dtype),
-        device=ready.device,
-        max_batch_tokens=config.engine.sample_tokens,
-        microbatch_tokens=config.engine.train_tokens,
-        optimizer=config.optimizer,
-        temperature=config.sampling.temperature,
-        total_updates=config.steps * config.updates_per_step,
-        reference=config.model if "ref_logprobs" in config.algorithm.needs(config.updates_per_step) else None,
-        critic=config.critic_optimizer if config.algorithm.critic is not None else None,
-        entropy=config.algorithm.entropy is not None,
-        gradient_checkpointing=config.engine.gradient_checkpointing,
-    )
-    return Parts(
-        task=ready.task,
-        sampler=engine.sampler,
-        learner=engine.learner,
-        critic=engine.critic,
-        chat=Chat(engine.tokenizer, engine.stop_ids),
-        held_out=ready.held_out,
-        cautions=ready.cautions,
-    )
-
-
-class Prepared(NamedTuple):
-    """What `prepare` has read, and found nothing wrong with."""
-
-    task: Task
-    held_out: Task | None
-    device: torch.device
-    cautions: tuple[str, ...]
-
-
-def prepare(
-    config: Config, task: Task | None = None, held_out: Task | None = None, *, training: bool = True
-) -> Prepared:
-    """Look at everything that can be known before the model's weights are read.
-
-    Raises:
-        GroupwiseError: every problem, in one message.
-    """
-    findings, device, unusual = Findings(), None, list[str]()
-    known = outline(config.model, findings)
-    with findings:
-        device = device_of(config.engine)
-        if training:
-            unusual += check_memory(config, known, device)
-    with findings:
-        task = task or load_task(config, config.data)
-        if training:
-            with findings:
-                rows_for_step(len(task.rows), 0, config.prompts_per_step, config.seed)  # are there enough?
-        task = _checked(config, task, config.data, known)
-    with findings, _of_evaluation():
-        data = config.evaluation.data
-        held_out = load_task(config, data) if held_out is None and data is not None else held_out
-        if held_out is not None:
-            held_out = _checked(config, held_out, data or config.data, known)
-    if training:
-        folder = Path(config.output or RUNS)
-        with findings:
-            check_it_learns(config, config.rewards if task is None else task.rewards)
-        with findings:
-            check_folder(folder)
-            unusual += check_disk(config, known, folder)
-    findings.settle()
-    assert task is not None and device is not None, "settled"
-    if training:
-        rows_for_step(len(task.rows), 0, config.prompts_per_step, config.seed)  # still enough without the long ones?
-    return Prepared(task, held_out, device, (*unusual, *data_cautions(config, task, held_out)))
-
-
-def _checked(config: Config, task: Task, data: Data, known: Outline) -> Task:
-    return check_task(
-        task,
-        known.chat,
-        max_tokens=config.sampling.max_tokens,
-        context=known.context,
-        long_prompts=data.long_prompts,
-    )
+    evaluated = {record["step"] for record in log.rewind(start) if any(name.startswith("eval/") for name in record)}
+    log.say(f"continuing {log.folder} after step {start}")
+    if start >= config.steps:
+        another = f"--model {log.folder / 'model'} starts another run from here"
+        log.warn(f"all {config.steps} steps are done already, so nothing is trained; {another}")
+    if _due(config.evaluation.every, start, config.steps) and start and start not in evaluated:
+        parts.evaluate(config, log, start)  # the run was stopped while it was evaluating
+    return start, config
 
 
 @contextlib.contextmanager
-def _of_evaluation() -> Generator[None]:
-    """What is wrong with held-out data is said of `evaluation.data`."""
+def _way_out(folder: Path) -> Generator[None]:
+    """What goes wrong with the run folder says what is left and how to go on."""
     try:
         yield
-    except GroupwiseError as error:
-        raise type(error)(*map(_held_out_problem, error.args)) from error
-
-
-def _held_out_problem(problem: str) -> str:
-    if problem.startswith("data"):
-        return f"evaluation.{problem}"
-    return f"evaluation.data: {problem}" if problem.startswith("rewards.") else problem
-
-
-def load_sampler(model: str, engine: Engine) -> tuple[Sampler, Chat]:
-    """A sampler for a model that is not to be trained, and its tokenizer.
-
-    Raises:
-        GroupwiseError: the model cannot be loaded, or the engine's device is not there.
-    """
-    policy, tokenizer, stop_ids = load_policy(model, getattr(torch, engine.dtype), device_of(engine))
-    return LocalSampler(policy, stop_ids, max_batch_tokens=engine.sample_tokens), Chat(tokenizer, stop_ids)
-
-
-def load_task(config: Config, data: Data) -> Task:
-    """The rows of a dataset with the configuration's rewards.
-
-    Raises:
-        DataError: the dataset cannot be read.
-    """
-    rows = read_rows(data.path, split=data.split, limit=data.limit)
-    return Task(rows, config.rewards, prompt=data.prompt_column, system=data.system_prompt)
-
-
-def device_of(engine: Engine) -> torch.device:
-    """The device that `engine.device` names; also sets the number of CPU threads.
-
-    Raises:
-        ConfigError: there is no such device here.
-    """
-    if engine.threads is not None:
-        torch.set_num_threads(engine.threads)
-    return find_device(engine.device, "engine.device")
+    except CheckpointError as error:
+        good = next((path for path in reversed(checkpoint.complete(folder)) if damage(path) is None), None)
+        state = "there is no checkpoint yet" if good is None else f"the last good state is {good}"
+        raise CheckpointError(f"{error}; {state}; mend this, then `groupwise train --resume {folder}`") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, starmap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,9 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.decoding import Decoding, attention_windows, prefill
 from groupwise.drawing import Drawn
-from groupwise.engines import Completion, LossFn, Optimizer, Request, Sampling
+from groupwise.engines import Completion, LossFn, Optimizer, Request, Sampling, Snapshot
 from groupwise.engines.critic import LocalCritic
-from groupwise.engines.steps import Steps, distinct, restore_weights, save_weights
+from groupwise.engines.steps import Steps, all_of, copied, distinct, restore_weights, weights_file
 from groupwise.errors import GroupwiseError, ModelError
 from groupwise.folding import Folded, is_lean
 from groupwise.head import at_tokens, learn, products, score
@@ -308,7 +308,7 @@ class LocalLearner:
         A batch without rows is a step with zero gradient: AdamW's averages, and with them the weights, move on.
 
         Raises:
-            GroupwiseError: loss or gradient is not finite; weights and optimizer are as they were.
+            NumericalError: loss or gradient is not finite; weights and optimizer are as they were.
         """
         sums: dict[str, Tensor] = {}
 
@@ -348,16 +348,15 @@ class LocalLearner:
                 tensor.copy_(policy[name])
         self._refreshed = True
 
-    def save(self, path: Path) -> None:
-        """Write the weights, the optimizer's state and, if it has moved, the reference into the folder `path`."""
-        path.mkdir(parents=True, exist_ok=True)
-        save_weights(self.weights(), path / "model.safetensors")
+    def snapshot(self) -> Snapshot:
+        """The weights, the optimizer's state and, if it has moved, the reference; as they are now."""
+        files = {"model.safetensors": copied(self.weights())}
         if self._refreshed:
-            save_weights(distinct(self._reference_model().state_dict()), path / REFERENCE)
-        self._steps.save(path)
+            files[REFERENCE] = copied(distinct(self._reference_model().state_dict()))
+        return all_of(*starmap(weights_file, files.items()), self._steps.snapshot())
 
     def restore(self, path: Path) -> None:
-        """Continue from what `save` wrote; the optimizer's settings stay those given here.
+        """Continue from what a snapshot wrote; the optimizer's settings stay those given here.
 
         Raises:
             CheckpointError: a file is missing, or is not that of this model.
