@@ -21,8 +21,9 @@ FLOORS = (
     {"algorithms", "presets", "chat", "engines"},
     {"rollout", "tasks", "rewards"}
     | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
-    {"train", "evaluate", "checkpoint", "report", "log", "config", "explain"},
-    {"cli", "quickstart", "arithmetic"}
+    {"train", "evaluate", "checkpoint", "log", "config", "explain"}
+    | {"report", "report.completions", "report.data", "report.watch"},
+    {"cli", "quickstart", "arithmetic", "report.cli"}
     | {"foreign", "foreign.roll", "foreign.roll_algorithm", "foreign.trl", "foreign.trl_algorithm", "foreign.cli"},
 )
 SURFACE = {"", "__main__"}  # groupwise/__init__.py gathers the public names; nothing of ours imports it
@@ -44,13 +45,16 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "rollout": {"tasks", "rewards"},
     "log": {"evaluate"},
     "train": {"config", "checkpoint", "evaluate", "log"},
+    "report.data": {"config", "evaluate", "explain", "report.completions"},
+    "report": {"report.completions", "report.data"},
+    "report.watch": {"report", "report.completions", "report.data"},
     "quickstart": {"arithmetic"},
     "foreign.roll_algorithm": {"foreign"},
     "foreign.roll": {"foreign", "foreign.roll_algorithm"},
     "foreign.trl_algorithm": {"foreign"},
     "foreign.trl": {"foreign", "foreign.trl_algorithm"},
     "foreign.cli": {"foreign", "foreign.roll", "foreign.trl"},
-    "cli": {"quickstart", "foreign.cli"},
+    "cli": {"quickstart", "foreign.cli", "report.cli"},
 }
 # An engine knows tensors and requests, never an algorithm, a task or the loop.
 ENGINES_MAY_IMPORT = {
@@ -68,10 +72,10 @@ ENGINES_MAY_IMPORT = {
     "errors",
 }
 
-# What `pip install groupwise` brings. pydantic_core, huggingface_hub and pyarrow come with pydantic, transformers
-# and datasets and are part of their interface.
+# What `pip install groupwise` brings. pydantic_core, huggingface_hub, pyarrow and markupsafe come with pydantic,
+# transformers, datasets and jinja2 and are part of their interface.
 CORE = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "pydantic", "yaml", "typer", "rich"}
-CORE |= {"jinja2", "math_verify", "pydantic_core", "huggingface_hub", "pyarrow"}
+CORE |= {"jinja2", "markupsafe", "math_verify", "pydantic_core", "huggingface_hub", "pyarrow"}
 # An extra is imported in one file only. Whoever first uses one of those without a file names its file here.
 EXTRAS = {"vllm": "engines.vllm", "ray": "engines.ray"}
 EXTRAS |= dict.fromkeys(["peft", "tensorboard", "wandb", "trackio", "reasoning_gym"], "no file yet")

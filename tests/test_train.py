@@ -377,7 +377,8 @@ def test_resuming_is_exact_with_a_reference_and_with_several_updates(
 
 
 def test_a_line_that_was_cut_short_is_forgotten(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, steps=9, headline="x", prompt_text=lambda rollout: "", console=Console(quiet=True))
+    chat = Chat(tiny_tokenizer(), stop_ids=(1,))
+    log = RunLog(tmp_path, steps=9, headline="x", chat=chat, console=Console(quiet=True))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')
     log.rewind(2)
     assert [record["step"] for record in metrics(tmp_path)] == [1, 2]

@@ -18,7 +18,7 @@ from groupwise.records import Rollout
 
 LOW = 20
 REWARD = f"{__file__}:starts_low"
-TIMINGS = ("seconds", "tokens_per_second")
+TIMINGS = ("seconds", "tokens_per_second", "memory")
 
 
 def starts_low(rollout: Rollout) -> float:

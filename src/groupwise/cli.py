@@ -1,4 +1,4 @@
-"""The command line: quickstart, train, eval, sample, config, explain, import.
+"""The command line: quickstart, train, eval, sample, report, watch, config, explain, import.
 
 Exit codes: 0 done; 2 the input is wrong (one message on standard error); 1 anything else.
 """
@@ -23,10 +23,12 @@ from groupwise.config import Config, Engine, apply, read_yaml, reference
 from groupwise.errors import CheckpointError, ConfigError, GroupwiseError, did_you_mean
 from groupwise.foreign.cli import app as import_app
 from groupwise.presets import PRESETS
+from groupwise.report.cli import app as report_app
 
 HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
 app.add_typer(import_app, name="import")
+app.add_typer(report_app)
 
 Settings = Annotated[
     list[str] | None,

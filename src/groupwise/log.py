@@ -1,4 +1,4 @@
-"""What a run tells: one line a step on the terminal, `metrics.jsonl`, and every completion in `rollouts/*.parquet`.
+"""What a run tells: one line a step on the terminal, `metrics.jsonl`, and every completion in `*/step-*.parquet`.
 
 The files can be read while the run writes them: a line or a file appears only when it is whole.
 """
@@ -8,17 +8,21 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from groupwise.algorithms import zero_variance
+from groupwise.chat import Chat
 from groupwise.errors import CheckpointError, RewardError
 from groupwise.evaluate import Scores
 from groupwise.records import Rollout
@@ -66,19 +70,20 @@ class RunLog:
         *,
         steps: int,
         headline: str,
-        prompt_text: Callable[[Rollout], str],
+        chat: Chat,
         console: Console | None = None,
         max_invalid_fraction: float = 1.0,
     ) -> None:
         self.folder, self.steps, self.headline = folder, steps, headline
         self.console = console or Console(stderr=True)
-        self._prompt_text, self._max_invalid = prompt_text, max_invalid_fraction
+        self._chat, self._max_invalid = chat, max_invalid_fraction
         self._laps: dict[str, float] = {}
         self._lap_began = time.perf_counter()
         self._warned: set[str] = set()
         self._progress: Progress | None = None
         self._first: tuple[float, int] | None = None  # (when, which) the first step shown was done
-        (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+        for name in ("rollouts", "evaluations"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
 
     def say(self, text: str) -> None:
         """One line on the terminal, above the progress bar."""
@@ -106,8 +111,9 @@ class RunLog:
         whole = [(line, json.loads(line)) for line in lines if line.endswith("\n")]  # the last may have been cut short
         kept = [line for line, record in whole if record["step"] <= steps_done and not self._is_final(record)]
         _write_whole(path, "".join(kept).encode())
-        for file in self.folder.glob("rollouts/step-*.parquet"):
-            if int(file.stem.removeprefix("step-")) > steps_done:
+        for file in self.folder.glob("*/step-*.parquet"):
+            step = int(file.stem.removeprefix("step-"))
+            if step > steps_done or (file.parent.name == "evaluations" and step == self.steps):
                 file.unlink()
 
     def _is_final(self, record: Mapping[str, float]) -> bool:
@@ -143,8 +149,9 @@ class RunLog:
         metrics["seconds"] = seconds
         metrics.update({f"seconds/{phase}": taken for phase, taken in self._laps.items()})
         metrics["tokens_per_second"] = metrics["completion_tokens"] / max(seconds, 1e-9)
+        metrics.update(peak_memory())
         self._laps = {}
-        self._write_rollouts(step + 1, rollouts)
+        self._write("rollouts", step + 1, rollouts)
         self._append({"step": step + 1, **metrics})
         self._show(step + 1, metrics)
         if not updates:
@@ -163,6 +170,7 @@ class RunLog:
 
     def evaluation(self, steps_done: int, scores: Scores) -> None:
         """Write and show an evaluation after `steps_done` steps."""
+        self._write("evaluations", steps_done, scores.rollouts)
         self._append({"step": steps_done, **{f"eval/{name}": mean for name, mean in scores.means.items()},
                       "eval/completion_length": scores.completion_length})  # fmt: skip
         self._warn_of(
@@ -215,29 +223,45 @@ class RunLog:
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(finite) + "\n")
 
-    def _write_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        names = list(dict.fromkeys(name for rollout in rollouts for name in rollout.rewards))
-        table = pa.table(
-            {
-                "step": [step] * len(rollouts),
-                "group": [r.group for r in rollouts],
-                "prompt": [self._prompt_text(r) for r in rollouts],
-                "text": [r.text for r in rollouts],
-                "reward": [r.reward for r in rollouts],
-                **{f"reward/{name}": [r.rewards.get(name) for r in rollouts] for name in names},
-                "advantage": [_first_advantage(r) for r in rollouts],
-                "valid": [r.valid for r in rollouts],
-                "problem": [r.problem for r in rollouts],
-                "finish_reason": [str(r.finish_reason) for r in rollouts],
-                "policy_version": [r.policy_version for r in rollouts],
-                "tokens": [r.tokens for r in rollouts],
-                "loss_mask": [r.loss_mask for r in rollouts],
-                "logprobs": [r.logprobs for r in rollouts],
-            }
-        )
+    def _write(self, where: str, step: int, rollouts: Sequence[Rollout]) -> None:
         sink = pa.BufferOutputStream()
-        pq.write_table(table, sink)
-        _write_whole(self.folder / "rollouts" / f"step-{step:05d}.parquet", sink.getvalue().to_pybytes())
+        pq.write_table(table(step, rollouts, self._chat), sink)
+        _write_whole(self.folder / where / f"step-{step:05d}.parquet", sink.getvalue().to_pybytes())
+
+
+def table(step: int, rollouts: Sequence[Rollout], chat: Chat) -> pa.Table:
+    """One row a completion; every list has an entry for each token, those of the prompt included."""
+    names = list(dict.fromkeys(name for rollout in rollouts for name in rollout.rewards))
+    optional = ("entropies", "old_logprobs", "ref_logprobs", "advantages")
+    known = [name for name in optional if any(getattr(r, name) is not None for r in rollouts)]
+    return pa.table(
+        {
+            "step": [step] * len(rollouts),
+            "group": [r.group for r in rollouts],
+            "prompt": [chat.prompt_text(r) for r in rollouts],
+            "text": [r.text for r in rollouts],
+            "length": [r.num_completion_tokens for r in rollouts],
+            "reward": [r.reward for r in rollouts],
+            **{f"reward/{name}": [r.rewards.get(name) for r in rollouts] for name in names},
+            "advantage": [_first_advantage(r) for r in rollouts],
+            "valid": [r.valid for r in rollouts],
+            "problem": [r.problem for r in rollouts],
+            "finish_reason": [str(r.finish_reason) for r in rollouts],
+            "policy_version": [r.policy_version for r in rollouts],
+            "tokens": [r.tokens for r in rollouts],
+            "pieces": [chat.pieces(r.tokens) for r in rollouts],
+            "loss_mask": [r.loss_mask for r in rollouts],
+            "logprobs": [r.logprobs for r in rollouts],
+            **{name: [getattr(r, name) for r in rollouts] for name in known},
+        }
+    )
+
+
+def peak_memory() -> Metrics:
+    """The most memory held so far, in GiB: by this process, and on its GPU where it has one."""
+    unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in, in bytes
+    peak = {"memory/host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+    return peak | ({"memory/gpu": torch.cuda.max_memory_allocated() / 2**30} if torch.cuda.is_initialized() else {})
 
 
 def _first_advantage(rollout: Rollout) -> float | None:

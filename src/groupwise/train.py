@@ -181,7 +181,7 @@ class Run:
     """What a training run leaves."""
 
     folder: Path
-    """config.yaml, metrics.jsonl, rollouts/, checkpoints/, and the trained model in model/."""
+    """config.yaml, metrics.jsonl, rollouts/, evaluations/, checkpoints/, and the trained model in model/."""
     before: Scores | None
     """Held-out scores before the first step (None without `evaluation.data`, or when resumed)."""
     after: Scores | None
@@ -217,7 +217,7 @@ def train(
         folder,
         steps=config.steps,
         headline=parts.task.rewards[0].title,
-        prompt_text=parts.chat.prompt_text,
+        chat=parts.chat,
         console=console,
         max_invalid_fraction=config.max_invalid_fraction,
     )
