@@ -67,12 +67,14 @@ RECORD = {
     "seconds/credit",
     "seconds/update",
     "tokens_per_second",
+    "memory/host",
 }
 COLUMNS = [
     "step",
     "group",
     "prompt",
     "text",
+    "length",
     "reward",
     "reward/starts_low",
     "advantage",
@@ -81,8 +83,12 @@ COLUMNS = [
     "finish_reason",
     "policy_version",
     "tokens",
+    "pieces",
     "loss_mask",
     "logprobs",
+    "entropies",
+    "new_logprobs",
+    "advantages",
 ]
 
 

@@ -342,7 +342,8 @@ report over the loss tokens. A number that does not exist (a mean of nothing) is
 Every completion is in `rollouts/step-NNNNN.parquet`, and every held-out one in `evaluations/step-NNNNN.parquet`: its
 prompt, text, length, rewards, advantage, why it ended, and lists with an entry for each token, the prompt's included:
 `tokens`, `pieces` (the text of each token), `loss_mask`, `logprobs`, `entropies`, `advantages`, and where the algorithm
-has them `old_logprobs` and `ref_logprobs`.
+has them `old_logprobs` and `ref_logprobs`. `new_logprobs`, after the step's updates, is there for one group of a step:
+the one whose rewards differ most.
 """
 
 

@@ -76,7 +76,7 @@ class RunLog:
     ) -> None:
         self.folder, self.steps, self.headline = folder, steps, headline
         self.console = console or Console(stderr=True)
-        self._chat, self._max_invalid = chat, max_invalid_fraction
+        self.chat, self._max_invalid = chat, max_invalid_fraction
         self._laps: dict[str, float] = {}
         self._lap_began = time.perf_counter()
         self._warned: set[str] = set()
@@ -225,14 +225,14 @@ class RunLog:
 
     def _write(self, where: str, step: int, rollouts: Sequence[Rollout]) -> None:
         sink = pa.BufferOutputStream()
-        pq.write_table(table(step, rollouts, self._chat), sink)
+        pq.write_table(table(step, rollouts, self.chat), sink)
         _write_whole(self.folder / where / f"step-{step:05d}.parquet", sink.getvalue().to_pybytes())
 
 
 def table(step: int, rollouts: Sequence[Rollout], chat: Chat) -> pa.Table:
     """One row a completion; every list has an entry for each token, those of the prompt included."""
     names = list(dict.fromkeys(name for rollout in rollouts for name in rollout.rewards))
-    optional = ("entropies", "old_logprobs", "ref_logprobs", "advantages")
+    optional = ("entropies", "old_logprobs", "ref_logprobs", "new_logprobs", "advantages")
     known = [name for name in optional if any(getattr(r, name) is not None for r in rollouts)]
     return pa.table(
         {

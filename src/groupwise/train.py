@@ -44,6 +44,7 @@ def loop(config: Config, parts: Parts, log: RunLog, start: int = 0) -> None:
         log.lap("credit")
         batches = algorithm.batches(rollouts, config.updates_per_step)  # tensors and token weights
         updates = [update(batch, algorithm, parts) for batch in batches]
+        rollouts = look_back(rollouts, learner) if updates else rollouts  # what that did to one group's log-probs
         sampler.load(learner.weights(), version=step + 1)
         log.lap("update")
         log.step(step, rollouts, updates)
@@ -132,6 +133,23 @@ def annotate(rollouts: Sequence[Rollout], parts: Parts, needs: Collection[str]) 
     return [
         dataclasses.replace(rollout, **{name: rows[i, : len(rollout.tokens)].numpy() for name, rows in known.items()})
         for i, rollout in enumerate(rollouts)
+    ]
+
+
+def look_back(rollouts: Sequence[Rollout], learner: Learner) -> list[Rollout]:
+    """Fill in `new_logprobs`, after the updates, of the group whose rewards differ most: a single one costs little."""
+    rewards: dict[int, list[float]] = {}
+    for rollout in rollouts:
+        if rollout.valid:
+            rewards.setdefault(rollout.group, []).append(rollout.reward)
+    group = max(rewards, key=lambda group: max(rewards[group]) - min(rewards[group]))
+    batch = collate([rollout for rollout in rollouts if rollout.group == group])
+    rows = iter(learner.logprobs(batch).numpy())
+    return [
+        dataclasses.replace(rollout, new_logprobs=next(rows)[: len(rollout.tokens)])
+        if rollout.group == group
+        else rollout
+        for rollout in rollouts
     ]
 
 

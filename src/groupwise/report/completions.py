@@ -28,7 +28,7 @@ MOST_TOKENS = 2000
 """What is shown of a longer completion: its beginning and its end."""
 SCALARS = ["group", "prompt", "text", "length", "reward", "valid", "finish_reason"]
 TOKENS = ["advantage", "problem", "policy_version", "pieces", "loss_mask", "logprobs"]
-OPTIONAL = ["advantages", "entropies", "ref_logprobs"]
+OPTIONAL = ["advantages", "entropies", "ref_logprobs", "old_logprobs", "new_logprobs"]
 # The marks of chat templates (some with full-width bars), with the role that some put after them.
 _BAR = "[|\\uff5c]"
 _MARK = re.compile(
@@ -101,7 +101,7 @@ def choose(digests: Sequence[Digest], budget: int) -> dict[int, list[int]]:
     """The groups to show in full, by step: all of them, or about as many as have `budget` tokens.
 
     Steps are spread evenly over the run, the first and the last among them, and the groups of a step over their mean
-    rewards, from the hardest prompt to the easiest.
+    rewards, from the hardest prompt to the easiest; the one whose rewards differ most is always there.
     """
     if not digests:
         return {}
@@ -111,15 +111,21 @@ def choose(digests: Sequence[Digest], budget: int) -> dict[int, list[int]]:
     affordable = max(1, int(budget / shown * per_step * len(digests)))
     each = min(per_step, max(GROUPS_A_STEP, affordable // len(digests)))
     steps = _spread(range(len(digests)), max(1, affordable // each))
-    chosen = {digests[step].step: digests[step].means() for step in steps}
-    return {step: sorted(_spread(sorted(means, key=means.__getitem__), each)) for step, means in chosen.items()}
+    return {digests[step].step: _spread_groups(digests[step], each) for step in steps}
+
+
+def _spread_groups(one: Digest, count: int) -> list[int]:
+    means, rewards = one.means(), np.nan_to_num(one.rewards)
+    widest = max(means, key=lambda group: float(np.ptp(rewards[one.groups == group])))
+    others = sorted(means.keys() - {widest}, key=means.__getitem__)
+    return sorted([widest, *_spread(others, count - 1)])
 
 
 def _spread(items: Sequence[int], count: int) -> list[int]:
     """`count` of the items at even distances, the first and the last among them."""
     if count >= len(items):
         return list(items)
-    places = np.linspace(0, len(items) - 1, count) if count > 1 else np.array([len(items) - 1])
+    places = np.linspace(0, len(items) - 1, count) if count > 1 else np.full(count, len(items) - 1)
     return [items[int(place)] for place in places.round()]
 
 
@@ -192,8 +198,11 @@ def _completion(row: Json, names: Sequence[str], vocabulary: Vocabulary) -> Json
             shown["advantages"] = [_number(value) for value in advantages]
     if row.get("entropies") is not None:
         shown["entropies"] = _milli(row["entropies"], said)
+    if row.get("new_logprobs") is not None:
+        old = row["logprobs"] if row.get("old_logprobs") is None else row["old_logprobs"]
+        shown["change"] = _milli(np.subtract(row["new_logprobs"], old), said)
     if row.get("ref_logprobs") is not None:
-        shown["change"] = _milli(np.array(row["logprobs"]) - np.array(row["ref_logprobs"]), said)
+        shown["drift"] = _milli(np.subtract(row["logprobs"], row["ref_logprobs"]), said)
     return shown
 
 

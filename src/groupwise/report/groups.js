@@ -17,8 +17,10 @@ const COLORS = {
     value: (one, i) => one.advantages?.[i] ?? one.advantage ?? 0, strength: (value, most) => Math.sign(value) * Math.sqrt(Math.abs(value) / most) },
   logprob: { title: "Log-prob", ends: ["expected", "surprising"], there: () => true,
     value: (one, i) => one.logprobs[i] / NAT, strength: (value) => Math.max(-1, value / 4) },
-  change: { title: "Log-prob change", ends: ["less likely", "more likely"], there: (one) => one.change,
-    value: (one, i) => one.change[i] / NAT, strength: (value) => Math.max(-1, Math.min(1, value)) },
+  change: { title: "Log-prob change", ends: ["less likely now", "more likely now"], there: (one) => one.change,
+    value: (one, i) => one.change[i] / NAT, strength: (value, most) => value / most },
+  drift: { title: "Against the reference", ends: ["less likely", "more likely"], there: (one) => one.drift,
+    value: (one, i) => one.drift[i] / NAT, strength: (value, most) => value / most },
   entropy: { title: "Entropy", ends: ["certain", "undecided"], there: (one) => one.entropies,
     value: (one, i) => one.entropies[i] / NAT, strength: (value) => -Math.min(1, value / 2) },
 };
@@ -71,6 +73,8 @@ class Browser {
 
   /** The group whose completions disagree most: it has the most to show. */
   mostMixed() {
+    const followed = this.groups.findIndex(({ completions }) => completions.every((one) => one.change));
+    if (followed >= 0) return followed; // its log-probs after the update are known
     const mixed = this.groups.map(({ completions }) => {
       const right = completions.filter((one) => isRight(one, this.run)).length;
       return Math.min(right, completions.length - right);
@@ -158,8 +162,10 @@ class Browser {
       this.filters[name].textContent = `${title} ${count(everyone.filter((one) => keeps(one, this.run)).length)}`;
       this.filters[name].setAttribute("aria-pressed", String(name === this.filter));
     }
-    const usable = Object.entries(COLORS).filter(([, { there }]) => everyone.every(there));
-    this.colors.replaceChildren(...usable.map(([name, { title }]) => el("option", { value: name, selected: name === this.color }, title)));
+    const here = this.groups[this.group].completions;
+    const usable = Object.entries(COLORS).filter(([, { there }]) => here.every(there)).map(([name]) => name);
+    this.tint = usable.includes(this.color) ? this.color : usable[0];
+    this.colors.replaceChildren(...usable.map((name) => el("option", { value: name, selected: name === this.tint }, COLORS[name].title)));
     this.list.replaceChildren(...shown.map((i) => this.option(i)));
     this.list.setAttribute("aria-activedescendant", shown.length ? `group-${this.group}` : "");
     this.showGroup(shown.length ? this.groups[this.group] : null);
@@ -182,17 +188,18 @@ class Browser {
     }
     this.asked.replaceChildren(el("details", { class: "asked" }, el("summary", {}, question(group.prompt)), el("div", { class: "said" }, group.prompt)));
     const kept = group.completions.filter((one) => this.keeps(one, group));
-    const most = Math.max(...group.completions.flatMap((one) => (one.advantages ?? [one.advantage ?? 0]).map(Math.abs)), 1e-9);
+    const { value } = COLORS[this.tint];
+    const most = group.completions.reduce((best, one) => one.tokens.reduce((most, _, i) => Math.max(most, Math.abs(value(one, i))), best), 1e-9);
     this.answers.replaceChildren(...kept.slice(0, this.many).map((one) => this.answer(one, most)));
     this.more.hidden = kept.length <= this.many;
     this.more.textContent = `Show ${kept.length - this.many} more`;
-    const [low, high] = COLORS[this.color].ends, ends = this.color === "logprob" || this.color === "entropy" ? ["transparent", "rgb(var(--minus))"] : ["rgb(var(--minus))", "transparent", "rgb(var(--plus))"];
+    const [low, high] = COLORS[this.tint].ends, ends = this.tint === "logprob" || this.tint === "entropy" ? ["transparent", "rgb(var(--minus))"] : ["rgb(var(--minus))", "transparent", "rgb(var(--plus))"];
     this.scale.replaceChildren(low, el("i", { style: `background:linear-gradient(90deg,${ends.join(",")});opacity:.55`, "aria-hidden": "true" }), high);
   }
 
   answer(one, most) {
     const right = isRight(one, this.run), verdict = !one.valid ? "invalid" : right ? "right" : "wrong";
-    const { value, strength } = COLORS[this.color];
+    const { value, strength } = COLORS[this.tint];
     const texts = textsOf(one, this.pieces);
     const said = el("div", { class: "said", onpointermove: (event) => this.tell(event, one, texts), onpointerleave: tip.hide });
     const cut = one.left_out ? one.tokens.length / 2 : -1;
@@ -218,7 +225,8 @@ class Browser {
     if (one.sampled && !one.sampled[i]) lines.push("not sampled: said by the environment");
     else lines.push(`probability ${percent(Math.exp(logprob))}, log-prob ${minus(logprob.toFixed(3))}`, `advantage ${signed(COLORS.advantage.value(one, i))}`);
     if (one.entropies) lines.push(`entropy ${(one.entropies[i] / NAT).toFixed(2)} nats`);
-    if (one.change) lines.push(`change from the reference ${signed(one.change[i] / NAT)}`);
+    if (one.change) lines.push(`${signed(one.change[i] / NAT)} nats by this step's update`);
+    if (one.drift) lines.push(`${signed(one.drift[i] / NAT)} nats from the reference`);
     tip.show(lines.join("\n"), event.clientX, event.clientY);
   }
 }
