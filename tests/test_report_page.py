@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 from runs import GROUP, PROMPTS, STEPS, TRAP, WRONG, grow, long_run, made_log, made_run
 
 from groupwise.report import page, write_report
@@ -54,7 +54,7 @@ def view(chromium: Browser) -> Iterator[Open]:
         shown.on("pageerror", lambda error: complaints.append(str(error)))
         shown.on("request", lambda asked: complaints.append(asked.url) if not asked.url.startswith((home, "data:")) else 0)
         shown.goto(address)
-        shown.wait_for_function("document.querySelectorAll('.answer, .empty').length > 0")
+        expect(shown.locator(".answer, .empty").first).to_be_attached()
         return shown
 
     yield look
@@ -132,7 +132,7 @@ def test_the_arrow_keys_on_a_curve_say_its_values_and_enter_opens_the_step(view:
     page.keyboard.press("ArrowRight")
     assert " ".join(page.locator("#said").inner_text().split()) == "step 2 first: 0.5"
     page.keyboard.press("Enter")
-    page.wait_for_function("document.querySelector('output').textContent === 'step 2 of 12'")
+    expect(page.locator("output")).to_have_text("step 2 of 12")
 
 
 def test_smoothing_moves_the_curve_and_keeps_what_was_measured_behind_it(view: Open, report: str) -> None:
@@ -172,10 +172,10 @@ def test_groups_and_steps_are_chosen_with_the_keyboard(view: Open, report: str) 
     assert text_of(page, ".groups [aria-selected=true] .ask") == "What is 12 + 1?"
     assert groups.get_attribute("aria-activedescendant") == "group-1"
     page.keyboard.press("ArrowLeft")
-    page.wait_for_function("document.querySelector('output').textContent === 'step 11 of 12'")
+    expect(page.locator("output")).to_have_text("step 11 of 12")
     assert text_of(page, ".asked summary") == "What is 11 + 1?"
     page.keyboard.press("ArrowRight")
-    page.wait_for_function("document.querySelector('output').textContent === 'step 12 of 12'")
+    expect(page.locator("output")).to_have_text("step 12 of 12")
     page.keyboard.press("ArrowUp")
     page.keyboard.press("ArrowUp")  # stays at the first
     assert text_of(page, ".asked summary") == "What is 12 + 0?"
@@ -184,10 +184,10 @@ def test_groups_and_steps_are_chosen_with_the_keyboard(view: Open, report: str) 
 def test_a_step_is_chosen_with_the_slider_and_the_buttons(view: Open, report: str) -> None:
     page = view(report)
     page.get_by_label("Step", exact=True).fill("0")
-    page.wait_for_function("document.querySelector('output').textContent === 'step 1 of 12'")
+    expect(page.locator("output")).to_have_text("step 1 of 12")
     assert page.get_by_label("Previous step").is_disabled()
     page.get_by_label("Next step").click()
-    page.wait_for_function("document.querySelector('output').textContent === 'step 2 of 12'")
+    expect(page.locator("output")).to_have_text("step 2 of 12")
 
 
 def test_completions_are_filtered_and_counted(view: Open, report: str) -> None:
@@ -214,7 +214,7 @@ def test_a_search_filters_and_marks_and_enter_goes_to_the_next_step_that_has_it(
     search.fill("What is 3 +")
     assert page.locator(".groups li").count() == 0
     search.press("Enter")
-    page.wait_for_function("document.querySelector('output').textContent === 'step 3 of 12'")
+    expect(page.locator("output")).to_have_text("step 3 of 12")
     assert page.locator(".groups li").count() == PROMPTS
     search.fill("k")
     assert page.locator(".answer mark").count() > 0
@@ -253,7 +253,7 @@ def test_prompts_are_listed_by_what_became_of_them(view: Open, report: str) -> N
     assert page.locator("#prompts .prompt .said").all_inner_texts()[:2] == [WRONG, "surely 1"]
     chips.nth(2).click()
     page.get_by_role("button", name="step 11").first.click()
-    page.wait_for_function("document.querySelector('output').textContent === 'step 11 of 12'")
+    expect(page.locator("output")).to_have_text("step 11 of 12")
     assert text_of(page, ".asked summary") == "What is 11 + 0?"
 
 
@@ -267,7 +267,7 @@ def test_two_runs_lie_over_each_other_and_can_be_hidden(view: Open, run: Path, t
     page.get_by_role("group", name="Runs shown").get_by_role("button", name="second").click()
     assert page.locator("#curves figure", has_text="Loss").locator(".curve").count() == 1
     page.get_by_label("Run", exact=True).select_option("second")
-    page.wait_for_function("document.querySelector('output').textContent === 'step 5 of 5'")
+    expect(page.locator("output")).to_have_text("step 5 of 5")
 
 
 def test_findings_and_tables_are_shown_where_a_run_has_them(view: Open, run: Path, tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_the_theme_follows_the_system_until_the_button_says_otherwise(view: Open
     background = "getComputedStyle(document.body).backgroundColor"
     assert page.evaluate(background) == "rgb(19, 21, 25)"
     page.emulate_media(color_scheme="light")
-    page.wait_for_function(f"{background} === 'rgb(252, 251, 249)'")
+    expect(page.locator("body")).to_have_css("background-color", "rgb(252, 251, 249)")
     page.get_by_role("button", name="Switch between light and dark").click()
     assert page.evaluate(background) == "rgb(19, 21, 25)"
 
@@ -323,13 +323,13 @@ def test_a_live_page_follows_the_run_and_asks_for_steps_as_they_are_wanted(view:
         page = view(address)
         assert page.locator("#live").inner_text() == "step 2 of 9"
         page.get_by_label("Previous step").click()
-        page.wait_for_function("document.querySelector('output').textContent === 'step 1 of 2'")
+        expect(page.locator("output")).to_have_text("step 1 of 2")
         assert len(answers(page)) == GROUP
         page.get_by_label("Next step").click()
-        page.wait_for_function("document.querySelector('output').textContent === 'step 2 of 2'")
+        expect(page.locator("output")).to_have_text("step 2 of 2")
         grow(made_log(run, 9), 3)
-        page.wait_for_function("document.getElementById('live').textContent === 'step 3 of 9'")
-        page.wait_for_function("document.querySelector('output').textContent === 'step 3 of 3'")  # it was at the end
+        expect(page.locator("#live")).to_have_text("step 3 of 9")
+        expect(page.locator("output")).to_have_text("step 3 of 3")  # it was at the end
         assert "What is 3 +" in text_of(page, ".asked summary")
         page.close()  # before the server is gone, of which the browser would complain
 
@@ -341,7 +341,7 @@ def test_a_report_of_500_steps_of_512_completions_is_small_and_opens_at_once(vie
     assert file.stat().st_size < 15e6
     began = time.perf_counter()
     page = view(file.as_uri())
-    page.wait_for_function("document.querySelectorAll('#curves .curve').length > 0")
+    expect(page.locator("#curves .curve").first).to_be_attached()
     assert time.perf_counter() - began < 2
     assert "256,000 completions" in text_of(page, ".lead")
     assert len(answers(page)) == 16
