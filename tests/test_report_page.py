@@ -46,13 +46,17 @@ def view(chromium: Browser) -> Iterator[Open]:
     pages: list[Page] = []
 
     def look(address: str, width: int = DESKTOP, scheme: Any = "light") -> Page:
-        shown = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce")
+        shown = chromium.new_page(
+            viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
+        )
         home = address.split("?")[0]
         shown.set_default_timeout(10_000)  # milliseconds
         pages.append(shown)
         shown.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
         shown.on("pageerror", lambda error: complaints.append(str(error)))
-        shown.on("request", lambda asked: complaints.append(asked.url) if not asked.url.startswith((home, "data:")) else 0)
+        shown.on(
+            "request", lambda asked: complaints.append(asked.url) if not asked.url.startswith((home, "data:")) else 0
+        )
         shown.goto(address)
         expect(shown.locator(".answer, .empty").first).to_be_attached()
         return shown
@@ -97,8 +101,12 @@ def in_view(page: Page, selector: str) -> None:
 def test_the_page_begins_with_the_held_out_result_before_and_after(view: Open, report: str) -> None:
     page = view(report)
     assert text_of(page, ".big") == "50.0% → 75.0%"
-    assert "After 12 steps and 192 completions: 25.0 points up, but the 95% intervals overlap." in text_of(page, ".lead")
-    assert text_of(page, "dl.facts").startswith("Model model Data rows.jsonl Algorithm Groupwise's default Steps 12 of 12")
+    assert "After 12 steps and 192 completions: 25.0 points up, but the 95% intervals overlap." in text_of(
+        page, ".lead"
+    )
+    assert text_of(page, "dl.facts").startswith(
+        "Model model Data rows.jsonl Algorithm Groupwise's default Steps 12 of 12"
+    )
 
 
 def test_every_metric_that_moves_has_a_curve_with_a_point_for_each_step(view: Open, report: str) -> None:

@@ -176,7 +176,7 @@ def _curves(records: Sequence[Json]) -> Json:
 
 def _mean(values: Sequence[float | None]) -> float | None:
     said = [value for value in values if value is not None]
-    return _number(sum(said) / len(said), digits=6) if said else None
+    return _number(sum(said) / len(said)) if said else None
 
 
 def _spread(digests: Sequence[Digest], values: Sequence[Floats]) -> Json | None:
@@ -240,6 +240,6 @@ def _hardest(digests: Sequence[Digest]) -> list[Json]:
     return [{**prompt, "prompt": question(prompt["prompt"])} for prompt in worst]
 
 
-def _number(value: float | None, digits: int = 4) -> float | None:
+def _number(value: float | None) -> float | None:
     """Short, and only what JSON can spell."""
-    return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
