@@ -30,7 +30,7 @@ const textsOf = (one, pieces) => one.tokens.map((token) => pieces[token]);
 
 class Browser {
   constructor(state) {
-    Object.assign(this, { state, run: state.runs[0], step: null, group: null, filter: "all", color: "advantage", term: "", many: 24 });
+    Object.assign(this, { state, run: state.runs[0], step: null, group: 0, chosen: false, filter: "all", color: "change", term: "", many: 24 });
     this.range = el("input", { type: "range", min: 0, step: 1, "aria-label": "Step", oninput: () => this.open(this.steps()[Number(this.range.value)]) });
     this.where = el("output", { class: "mono" });
     this.back = el("button", { type: "button", class: "plain", "aria-label": "Previous step", onclick: () => this.move(-1) }, "←");
@@ -66,9 +66,10 @@ class Browser {
     if (asked !== this.step) return; // another step was asked for meanwhile
     Object.assign(this, { pieces: loaded.pieces, groups: loaded.groups, many: 24 });
     const place = this.groups.findIndex((one) => one.group === group);
-    this.group = place >= 0 ? place : Math.min(this.group ?? this.mostMixed(), this.groups.length - 1);
+    this.group = place >= 0 ? place : this.chosen ? Math.min(this.group, this.groups.length - 1) : this.mostMixed();
     this.list.hidden = false;
     this.show();
+    this.list.scrollTop = Math.max(0, (this.list.querySelector("[aria-selected=true]")?.offsetTop ?? 0) - 80);
   }
 
   /** The group whose completions disagree most: it has the most to show. */
@@ -110,8 +111,7 @@ class Browser {
 
   choose(group) {
     if (group === undefined) return;
-    this.group = group;
-    this.many = 24;
+    Object.assign(this, { group, chosen: true, many: 24 });
     this.show();
     this.list.querySelector("[aria-selected=true]")?.scrollIntoView({ block: "nearest" });
   }
@@ -164,6 +164,7 @@ class Browser {
     }
     const here = this.groups[this.group].completions;
     const usable = Object.entries(COLORS).filter(([, { there }]) => here.every(there)).map(([name]) => name);
+    // What the update did says most, where it is known; elsewhere the advantage says what it wanted to do.
     this.tint = usable.includes(this.color) ? this.color : usable[0];
     this.colors.replaceChildren(...usable.map((name) => el("option", { value: name, selected: name === this.tint }, COLORS[name].title)));
     this.list.replaceChildren(...shown.map((i) => this.option(i)));

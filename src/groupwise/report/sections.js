@@ -158,7 +158,7 @@ function spreads(state) {
   const charts = visible(state).flatMap((run) => {
     const of = state.runs.length > 1 ? ` · ${run.name}` : "";
     return [["completion_length", "Lengths", "tokens", "Each column is a part of the run; darker: more of its completions. The line is the mean."],
-      ["reward", "Rewards", "reward", "The weighted sum of the reward functions; two bands mean right and wrong."]]
+      ["reward", "Rewards", "reward", "The weighted sum of the reward functions, drawn the same way."]]
       .filter(([name]) => run.spread[name]).map(([name, title, unit, about]) => spreadChart({ title: title + of, about, spread: run.spread[name], format: short, unit }));
   });
   return charts.length ? section("spread", "Distributions", "", el("div", { class: "two" }, charts)) : null;
