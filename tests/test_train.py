@@ -10,6 +10,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
 import torch
@@ -200,6 +202,29 @@ def test_there_is_one_record_a_step(straight: Run) -> None:
         assert record["completion_tokens"] == record["completion_length"] * 16
     assert [("seconds/checkpoint" in record) for record in records] == [False, False, False, True, False, False]
     assert all(("seconds/log" in record) == (record["step"] > 1) for record in records)
+
+
+def test_one_group_of_a_step_is_read_again_after_the_update(straight: Run) -> None:
+    rows = sampled(straight.folder, 6)
+    again = [row for row in rows if row["new_logprobs"] is not None]
+    assert len({row["group"] for row in again}) == 1
+    assert len(again) == 4
+    spreads = {g: np.ptp([row["reward"] for row in rows if row["group"] == g]) for g in range(4)}
+    assert spreads[again[0]["group"]] == max(spreads.values())
+    trained = AutoModelForCausalLM.from_pretrained(straight.folder / "model", dtype=torch.float32).eval()
+    for row in again:
+        with torch.no_grad():
+            logits = trained(torch.tensor([row["tokens"]])).logits[0].log_softmax(-1)
+        expected = [float(logits[t - 1, token]) for t, token in enumerate(row["tokens"]) if row["loss_mask"][t]]
+        found = [p for p, ours in zip(row["new_logprobs"], row["loss_mask"], strict=True) if ours]
+        assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_held_out_completions_are_kept_too(straight: Run) -> None:
+    assert straight.after is not None
+    rows = pq.read_table(straight.folder / "evaluations" / "step-00006.parquet").to_pylist()
+    assert [row["text"] for row in rows] == [rollout.text for rollout in straight.after.rollouts]
+    assert [row["length"] for row in rows] == [rollout.num_completion_tokens for rollout in straight.after.rollouts]
 
 
 def test_evaluations_are_records_before_during_and_after(straight: Run) -> None:

@@ -15,14 +15,15 @@ from groupwise.report import write_report
 DOCS = Path(__file__).parents[1] / "docs"
 STEP = 10
 # The result, its curve, and the completions below them: the rest of the page is left out of the picture.
-STYLE = """.top { position: static !important } #spread, #resources, .cards figure:not(.broad), .cards + p { display: none }
+STYLE = """.top { position: static !important }
+#spread, #resources, .cards figure:not(.broad), .cards + p { display: none }
 .groups { max-height: 24rem }"""
 
 
 def shoot(browser: Browser, address: str, name: str, scheme: Any, width: int, below: int) -> None:
     """The page from its top to `below` pixels under the top of its completions."""
     size: Any = {"width": width, "height": 800}
-    page = browser.new_page(viewport=size, color_scheme=scheme, reduced_motion="reduce", device_scale_factor=1.25)
+    page = browser.new_page(viewport=size, color_scheme=scheme, reduced_motion="reduce")
     page.goto(address)
     page.add_style_tag(content=STYLE)
     step = page.get_by_label("Step", exact=True)
