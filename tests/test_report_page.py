@@ -269,6 +269,8 @@ def test_two_runs_lie_over_each_other_and_can_be_hidden(view: Open, run: Path, t
     other = made_run(tmp_path / "second", steps=5, algorithm="gspo")
     page = view(write_report([run, other], tmp_path / "two.html").as_uri())
     assert text_of(page, "h1") == "2 runs compared"
+    assert "Algorithm Groupwise's default · gspo Steps 12 of 12 · 5 of 5 " in text_of(page, "dl.facts")
+    assert page.locator("#result svg text.strong").count() == 2  # each with its own before and after
     loss = page.locator("#curves figure", has_text="Loss")
     assert loss.locator(".curve").count() == 2
     assert page.locator("#formula h3").all_inner_texts() == ["Groupwise's default · first", "gspo · second"]

@@ -36,7 +36,7 @@ from groupwise.config import Config, Engine
 from groupwise.engines import Request, Sampling
 from groupwise.engines.fake import RecordingLearner, ScriptedSampler
 from groupwise.errors import CheckpointError, ConfigError, DataError, GroupwiseError, RewardError
-from groupwise.log import RunLog
+from groupwise.log import RunLog, peak_memory
 from groupwise.presets import PRESETS
 from groupwise.records import Rollout
 from groupwise.rewards import as_rewards
@@ -202,6 +202,17 @@ def test_there_is_one_record_a_step(straight: Run) -> None:
         assert record["completion_tokens"] == record["completion_length"] * 16
     assert [("seconds/checkpoint" in record) for record in records] == [False, False, False, True, False, False]
     assert all(("seconds/log" in record) == (record["step"] > 1) for record in records)
+
+
+def test_memory_is_measured_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = peak_memory()
+    assert set(before) == {"memory/host"}
+    ballast = np.ones(2**27)  # 1 GiB
+    assert peak_memory()["memory/host"] - before["memory/host"] <= 1.1
+    assert peak_memory()["memory/host"] > ballast.nbytes / 2**30
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
+    assert peak_memory()["memory/gpu"] == 3.0
 
 
 def test_one_group_of_a_step_is_read_again_after_the_update(straight: Run) -> None:

@@ -28,7 +28,8 @@ function outcome(run) {
 
 function hero(state) {
   const [run] = visible(state), result = run && outcome(run);
-  const about = el("dl", { class: "facts" }, run ? run.about.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]).flat() : []);
+  const said = (row) => [...new Set(visible(state).map((one) => one.about[row][1]))].join(" · "); // in which runs differ, all they say
+  const about = el("dl", { class: "facts" }, run ? run.about.map(([name], row) => [el("dt", {}, name), el("dd", {}, said(row))]).flat() : []);
   const left = el("div", {}, el("h1", {}, state.runs.length > 1 ? `${plural(state.runs.length, "run")} compared` : run.name));
   if (!result) left.append(el("p", { class: "lead" }, "Nothing has been scored yet. The first numbers come with the first step."));
   else if (visible(state).length > 1) left.append(dumbbells(state));
