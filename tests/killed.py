@@ -32,7 +32,9 @@ from groupwise.engines.steps import Steps
 from groupwise.log import RunLog
 
 # By name, for the package has functions of the same names.
-FILES, LOG, ROLLOUT, TRAIN = (importlib.import_module(f"groupwise.{n}") for n in ("files", "log", "rollout", "train"))
+BUILD, FILES, LOG, ROLLOUT, TRAIN = (
+    importlib.import_module(f"groupwise.{name}") for name in ("build", "files", "log", "rollout", "train")
+)
 
 MOMENTS: Mapping[str, tuple[Any, str, str]] = {
     "sampling": (Drawn, "draw", "before"),
@@ -46,10 +48,10 @@ MOMENTS: Mapping[str, tuple[Any, str, str]] = {
     "copying": (LocalLearner, "snapshot", "after"),
     "saving": (FILES, "_fingerprint", "before"),
     "saved": (Checkpoints, "_write", "after"),
-    "logging": (RunLog, "_write_rollouts", "after"),
+    "logging": (RunLog, "_write", "after"),
     "metrics": (LOG, "append", "half"),
     "logged": (RunLog, "step", "after"),
-    "evaluating": (TRAIN, "evaluate", "after"),
+    "evaluating": (BUILD, "evaluate", "after"),
     "exporting": (TRAIN, "save_model", "after"),
 }
 

@@ -169,10 +169,7 @@ def test_every_metric_of_a_run_is_documented_and_every_documented_metric_is_in_a
         run = train(config)
         for line in (run.folder / "metrics.jsonl").read_text().splitlines():
             found |= set(json.loads(line))
-    patterns = {
-        name: re.escape(name).replace("<name>", r"\w+").replace("<phase>", r"\w+").replace("<cause>", r"\w+")
-        for name in documented
-    }
+    patterns = {name: re.sub(r"<\w+>", r"\\w+", re.escape(name)) for name in documented}
     undocumented = {name for name in found if not any(re.fullmatch(p, name) for p in patterns.values())}
     assert not undocumented, f"write a sentence on {undocumented} in METRICS of tools/docs.py"
     unseen = {name for name, pattern in patterns.items() if not any(re.fullmatch(pattern, key) for key in found)}

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from toys import final_bytes, metrics, sampled, starts_low, terminal, toy_config, toy_folder, toy_rows
+from toy_reward import starts_low
+from toys import final_bytes, metrics, sampled, terminal, toy_config, toy_folder, toy_rows
 from typer.testing import CliRunner
 
 from groupwise import build, files
@@ -299,7 +300,7 @@ STOPS = {
     "sampling": (LocalSampler, "_decoding", 6, 3),  # two of the calls before are evaluations
     "updating": (Steps, "take", 4, 4),
     "evaluating": (build, "evaluate", 2, 3),
-    "logging": (RunLog, "_write_rollouts", 5, 5),
+    "logging": (RunLog, "_write", 7, 5),
 }
 
 

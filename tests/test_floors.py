@@ -21,8 +21,9 @@ FLOORS = (
     {"algorithms", "presets", "chat", "engines"},
     {"rollout", "tasks", "rewards", "checkpoint"}
     | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
-    {"train", "build", "checks", "evaluate", "report", "log", "config", "explain"},
-    {"cli", "quickstart", "arithmetic", "diff"}
+    {"train", "build", "checks", "evaluate", "log", "config", "explain"}
+    | {"report", "report.completions", "report.data", "report.watch"},
+    {"cli", "quickstart", "arithmetic", "diff", "report.cli"}
     | {"foreign", "foreign.roll", "foreign.roll_algorithm", "foreign.trl", "foreign.trl_algorithm", "foreign.cli"},
 )
 SURFACE = {"", "__main__"}  # groupwise/__init__.py gathers the public names; nothing of ours imports it
@@ -50,13 +51,16 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "checks": {"config"},
     "build": {"config", "checks", "evaluate", "log"},
     "train": {"config", "build", "checks", "evaluate", "log"},
+    "report.data": {"config", "evaluate", "explain", "report.completions"},
+    "report": {"report.completions", "report.data"},
+    "report.watch": {"report", "report.completions", "report.data"},
     "quickstart": {"arithmetic"},
     "foreign.roll_algorithm": {"foreign"},
     "foreign.roll": {"foreign", "foreign.roll_algorithm"},
     "foreign.trl_algorithm": {"foreign"},
     "foreign.trl": {"foreign", "foreign.trl_algorithm"},
     "foreign.cli": {"foreign", "foreign.roll", "foreign.trl"},
-    "cli": {"quickstart", "diff", "foreign.cli"},
+    "cli": {"quickstart", "diff", "foreign.cli", "report.cli"},
 }
 # An engine knows tensors and requests, never an algorithm, a task or the loop.
 ENGINES_MAY_IMPORT = {
@@ -75,10 +79,12 @@ ENGINES_MAY_IMPORT = {
     "errors",
 }
 
-# What `pip install groupwise` brings. pydantic_core, huggingface_hub and pyarrow come with pydantic, transformers
-# and datasets and are part of their interface, as latex2sympy2_extended and sympy are of math-verify's.
+# What `pip install groupwise` brings. pydantic_core, huggingface_hub, pyarrow and markupsafe come with pydantic,
+# transformers, datasets and jinja2 and are part of their interface, as latex2sympy2_extended and sympy are of
+# math-verify's.
 CORE = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "pydantic", "yaml", "typer", "rich"}
-CORE |= {"jinja2", "math_verify", "latex2sympy2_extended", "sympy", "pydantic_core", "huggingface_hub", "pyarrow"}
+CORE |= {"jinja2", "markupsafe", "math_verify", "latex2sympy2_extended", "sympy", "pydantic_core", "huggingface_hub"}
+CORE |= {"pyarrow"}
 # An extra is imported in one file only, and so is httpx2, which is in the core for that file alone. Whoever first uses
 # one of those without a file names its file here.
 EXTRAS = {"vllm": "engines.vllm", "ray": "engines.ray", "httpx2": "rewards.endpoint"}

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from models import tiny_tokenizer
 from rich.console import Console
 from torch import Tensor
 from toys import metrics, sampled, terminal, toy_config, toy_folder, toy_rows
 
 from groupwise.algorithms import Algorithm
 from groupwise.build import Parts
+from groupwise.chat import Chat
 from groupwise.checkpoint import complete
 from groupwise.config import Config
 from groupwise.errors import NumericalError, RewardError
@@ -171,7 +173,8 @@ def test_updates_left_out_before_a_resume_count(toys: Path, tmp_path: Path, monk
     let_gradients_be_nan(monkeypatch)
     config = config_of(toys, tmp_path / "run", steps=2, guards={"max_skipped_updates": 1})
     run(config)
-    log = RunLog(tmp_path / "run", steps=4, headline="x", prompt_text=lambda r: "", console=Console(quiet=True))
+    chat = Chat(tiny_tokenizer(), stop_ids=(1,))
+    log = RunLog(tmp_path / "run", steps=4, headline="x", chat=chat, console=Console(quiet=True))
     log.rewind(2)
     assert log.skipped == 1
 

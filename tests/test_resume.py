@@ -27,7 +27,7 @@ KILLS: dict[str, list[tuple[str, int]]] = {
     "plain": [("evaluating", 1), ("sampling", 10), ("logged", 4), ("saving", 3), ("evaluating", 1), ("exporting", 1)],
     "several updates": [("updated", 3), ("metrics", 4), ("scoring", 1), ("saved", 1)],
     "refreshed reference": [("refreshing", 1), ("copying", 1), ("updated", 2)],
-    "dynamic sampling": [("rewarded", 3), ("sampled", 4), ("rewarding", 5), ("logging", 2)],
+    "dynamic sampling": [("rewarded", 3), ("sampled", 4), ("rewarding", 5), ("logging", 3)],
     "critic": [("updated", 3), ("updating", 6), ("saving", 4)],
     "adaptive": [("logged", 3), ("copying", 1)],
 }

@@ -1,4 +1,4 @@
-"""The command line: quickstart, train, eval, sample, config, explain, diff, import.
+"""The command line: quickstart, train, eval, sample, report, watch, config, explain, diff, import.
 
 Exit codes: 0 done, or stopped where it can be resumed; 2 the input is wrong (one message on standard error); 130 asked
 twice to stop; 1 anything else.
@@ -25,10 +25,12 @@ from groupwise.errors import CheckpointError, ConfigError, GroupwiseError, did_y
 from groupwise.foreign.cli import app as import_app
 from groupwise.interrupt import seconds
 from groupwise.presets import PRESETS
+from groupwise.report.cli import app as report_app
 
 HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
 app.add_typer(import_app, name="import")
+app.add_typer(report_app)
 
 Settings = Annotated[
     list[str] | None,

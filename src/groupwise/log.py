@@ -1,4 +1,4 @@
-"""What a run tells: one line a step on the terminal, `metrics.jsonl`, and every completion in `rollouts/*.parquet`.
+"""What a run tells: one line a step on the terminal, `metrics.jsonl`, and every completion in `*/step-*.parquet`.
 
 The files can be read while the run writes them: a line or a file appears only when it is whole.
 """
@@ -8,19 +8,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import resource
+import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import safetensors.torch
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from groupwise.algorithms import zero_variance
+from groupwise.chat import Chat
 from groupwise.errors import CheckpointError, NumericalError, RewardError
 from groupwise.evaluate import Scores
 from groupwise.files import append, write_whole, writing
@@ -97,7 +101,7 @@ class RunLog:
         *,
         steps: int,
         headline: str,
-        prompt_text: Callable[[Rollout], str],
+        chat: Chat,
         console: Console | None = None,
         max_invalid_fraction: float = 1.0,
         guards: Guards = GUARDS,
@@ -106,7 +110,7 @@ class RunLog:
         self.skipped = 0
         """Updates left out so far, of the whole run."""
         self.console = console or Console(stderr=True)
-        self._prompt_text, self._max_invalid, self._guards = prompt_text, max_invalid_fraction, guards
+        self.chat, self._max_invalid, self._guards = chat, max_invalid_fraction, guards
         self._grad_norms: deque[float] = deque(maxlen=HISTORY)
         self._laps: dict[str, float] = {}
         self._lap_began = time.perf_counter()
@@ -115,7 +119,8 @@ class RunLog:
         self._progress: Progress | None = None
         self._first: tuple[float, int] | None = None  # (when, which) the first step shown was done
         with writing(folder):
-            (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+            for name in ("rollouts", "evaluations"):
+                (folder / name).mkdir(parents=True, exist_ok=True)
 
     def say(self, text: str) -> None:
         """One line on the terminal, above the progress bar."""
@@ -152,8 +157,9 @@ class RunLog:
             if steps_done > 0 and record["step"] <= steps_done and not self._is_final(record)
         ]
         write_whole(path, "".join(line for line, _ in kept).encode())
-        for file in self.folder.glob("rollouts/step-*.parquet"):
-            if int(file.stem.removeprefix("step-")) > steps_done:
+        for file in self.folder.glob("*/step-*.parquet"):
+            step, again = int(file.stem.removeprefix("step-")), steps_done in (0, self.steps)
+            if step > steps_done or (file.parent.name == "evaluations" and step == steps_done and again):
                 file.unlink()
         self.skipped = int(sum(record.get("skipped_updates", 0.0) for _, record in kept))
         norms = [record.get("grad_norm") for _, record in kept]
@@ -228,8 +234,9 @@ class RunLog:
         metrics["seconds"] = seconds
         metrics.update({f"seconds/{phase}": taken for phase, taken in self._laps.items()})
         metrics["tokens_per_second"] = metrics["completion_tokens"] / max(seconds, 1e-9)
+        metrics.update(peak_memory())
         self._laps = {}
-        self._write_rollouts(step + 1, rollouts)
+        self._write("rollouts", step + 1, rollouts)
         self._append({"step": step + 1, **metrics})
         self._show(step + 1, metrics, _in_words(_faults(rollouts), len(rollouts)))
         self._faults.update(_faults(rollouts))
@@ -248,6 +255,7 @@ class RunLog:
 
     def evaluation(self, steps_done: int, scores: Scores) -> None:
         """Write and show an evaluation after `steps_done` steps."""
+        self._write("evaluations", steps_done, scores.rollouts)
         self._append({"step": steps_done, **{f"eval/{name}": mean for name, mean in scores.means.items()},
                       "eval/completion_length": scores.completion_length})  # fmt: skip
         self._warn_of(
@@ -303,37 +311,53 @@ class RunLog:
         finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
         append(self.folder / "metrics.jsonl", json.dumps(finite))
 
-    def _write_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        names = list(dict.fromkeys(name for rollout in rollouts for name in rollout.rewards))
-        table = pa.table(
-            {
-                "step": [step] * len(rollouts),
-                "group": [r.group for r in rollouts],
-                "prompt": [self._prompt_text(r) for r in rollouts],
-                "text": [r.text for r in rollouts],
-                "reward": [r.reward for r in rollouts],
-                **{f"reward/{name}": [r.rewards.get(name) for r in rollouts] for name in names},
-                **_steps(rollouts),
-                "advantage": [_first_advantage(r) for r in rollouts],
-                "valid": [r.valid for r in rollouts],
-                "problem": [r.problem for r in rollouts],
-                **{f"fault/{name}": pa.array([r.faults.get(name) for r in rollouts], pa.string()) for name in names},
-                "finish_reason": [str(r.finish_reason) for r in rollouts],
-                "policy_version": [r.policy_version for r in rollouts],
-                "tokens": [r.tokens for r in rollouts],
-                "loss_mask": [r.loss_mask for r in rollouts],
-                "logprobs": [r.logprobs for r in rollouts],
-            }
-        )
+    def _write(self, where: str, step: int, rollouts: Sequence[Rollout]) -> None:
         sink = pa.BufferOutputStream()
-        pq.write_table(table, sink)
-        write_whole(self.folder / "rollouts" / f"step-{step:05d}.parquet", sink.getvalue().to_pybytes())
+        pq.write_table(table(step, rollouts, self.chat), sink)
+        write_whole(self.folder / where / f"step-{step:05d}.parquet", sink.getvalue().to_pybytes())
+
+
+def table(step: int, rollouts: Sequence[Rollout], chat: Chat) -> pa.Table:
+    """One row a completion; every list has an entry for each token, those of the prompt included."""
+    names = list(dict.fromkeys(name for rollout in rollouts for name in rollout.rewards))
+    optional = ("entropies", "old_logprobs", "ref_logprobs", "new_logprobs", "advantages")
+    known = [name for name in optional if any(getattr(r, name) is not None for r in rollouts)]
+    return pa.table(
+        {
+            "step": [step] * len(rollouts),
+            "group": [r.group for r in rollouts],
+            "prompt": [chat.prompt_text(r) for r in rollouts],
+            "text": [r.text for r in rollouts],
+            "length": [r.num_completion_tokens for r in rollouts],
+            "reward": [r.reward for r in rollouts],
+            **{f"reward/{name}": [r.rewards.get(name) for r in rollouts] for name in names},
+            **_steps(rollouts),
+            "advantage": [_first_advantage(r) for r in rollouts],
+            "valid": [r.valid for r in rollouts],
+            "problem": [r.problem for r in rollouts],
+            **{f"fault/{name}": pa.array([r.faults.get(name) for r in rollouts], pa.string()) for name in names},
+            "finish_reason": [str(r.finish_reason) for r in rollouts],
+            "policy_version": [r.policy_version for r in rollouts],
+            "tokens": [r.tokens for r in rollouts],
+            "pieces": [chat.pieces(r.tokens) for r in rollouts],
+            "loss_mask": [r.loss_mask for r in rollouts],
+            "logprobs": [r.logprobs for r in rollouts],
+            **{name: [getattr(r, name) for r in rollouts] for name in known},
+        }
+    )
 
 
 def _steps(rollouts: Sequence[Rollout]) -> dict[str, list[list[dict[str, float]]]]:
     """The column with the rewards of steps, where there are any."""
     rewards = [[{"token": token, "reward": reward} for token, reward in r.step_rewards] for r in rollouts]
     return {"step_rewards": rewards} if any(rewards) else {}
+
+
+def peak_memory() -> Metrics:
+    """The most memory held so far, in GiB: by this process, and on its GPU where it has one."""
+    unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in, in bytes
+    peak = {"memory/host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+    return peak | ({"memory/gpu": torch.cuda.max_memory_allocated() / 2**30} if torch.cuda.is_initialized() else {})
 
 
 def _first_advantage(rollout: Rollout) -> float | None:

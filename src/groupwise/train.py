@@ -19,6 +19,7 @@ from groupwise.build import RUNS, Parts, build, fresh_folder
 from groupwise.checkpoint import Checkpoints
 from groupwise.checks import cautions
 from groupwise.config import Config
+from groupwise.engines import Learner
 from groupwise.errors import CheckpointError, NumericalError
 from groupwise.evaluate import Scores
 from groupwise.files import damage, whole_folder, write_whole
@@ -58,6 +59,7 @@ def loop(config: Config, parts: Parts, log: RunLog, start: int = 0, stop: Stop |
                     updates = [
                         guarded(step, i, batch, rollouts, adapted, parts, log) for i, batch in enumerate(batches)
                     ]
+                    rollouts = look_back(rollouts, learner) if updates else rollouts  # one group's new log-probs
                     sampler.load(learner.weights(), version=step + 1)
                     log.lap("update")
                     log.step(step, rollouts, updates)
@@ -194,6 +196,23 @@ def annotate(rollouts: Sequence[Rollout], parts: Parts, needs: Collection[str]) 
     ]
 
 
+def look_back(rollouts: Sequence[Rollout], learner: Learner) -> list[Rollout]:
+    """Fill in `new_logprobs`, after the updates, of the group whose rewards differ most: a single one costs little."""
+    rewards: dict[int, list[float]] = {}
+    for rollout in rollouts:
+        if rollout.valid:
+            rewards.setdefault(rollout.group, []).append(rollout.reward)
+    group = max(rewards, key=lambda group: max(rewards[group]) - min(rewards[group]))
+    batch = collate([rollout for rollout in rollouts if rollout.group == group])
+    rows = iter(learner.logprobs(batch).numpy())
+    return [
+        dataclasses.replace(rollout, new_logprobs=next(rows)[: len(rollout.tokens)])
+        if rollout.group == group
+        else rollout
+        for rollout in rollouts
+    ]
+
+
 def _due(every: int, done: int, total: int) -> bool:
     """Whether something that happens every so many steps (0: only at the end) is due; the end is `train`'s."""
     return every > 0 and done % every == 0 and done < total
@@ -207,7 +226,7 @@ class Run:
     """What a training run leaves."""
 
     folder: Path
-    """config.yaml, metrics.jsonl, rollouts/, checkpoints/, and the trained model in model/."""
+    """config.yaml, metrics.jsonl, rollouts/, evaluations/, checkpoints/, and the trained model in model/."""
     before: Scores | None
     """Held-out scores before the first step (None without `evaluation.data`, or when resumed after it)."""
     after: Scores | None
@@ -250,7 +269,7 @@ def train(
         folder,
         steps=config.steps,
         headline=parts.task.rewards[0].title,
-        prompt_text=parts.chat.prompt_text,
+        chat=parts.chat,
         console=console,
         max_invalid_fraction=config.max_invalid_fraction,
         guards=config.guards,
