@@ -1,4 +1,4 @@
-# Every target makes .venv from nothing when it is missing or older than its two inputs. Needs python3 (3.11+) and make.
+# Every target makes .venv from nothing when it is missing or older than its inputs. Needs python3 (3.11+) and make.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -41,8 +41,8 @@ docs: $(READY) ## regenerate the generated pages
 
 # constraints.txt holds the exact version of everything, so nothing is upgraded that need not be. The stamp is written
 # last: an installation that was cut short is done again.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt tools/system_packages.sh
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	sh tools/install_bubblewrap.sh
+	sh tools/system_packages.sh
 	touch $@

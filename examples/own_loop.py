@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 
 import groupwise as gw
-from groupwise.train import annotate, build, experience
+from groupwise.build import build
+from groupwise.train import annotate, experience
 
 KEPT = 2
 

@@ -474,7 +474,7 @@ MACHINE: dict[str, Mistake] = {
         "output: run",
         "is free there",
         "41 checkpoints at a time",
-        "lower checkpoint.keep_last, make room, or choose another disk with output=DIR",
+        "keep fewer checkpoints, make room, or choose another disk with output=DIR",
         machine={"groupwise.checks.free_disk": 10**6},
     ),
     "more than memory holds": Mistake(
@@ -496,13 +496,13 @@ MACHINE: dict[str, Mistake] = {
     "a run to continue that is not there": Mistake(
         ["train", "--resume", "run"], "run", "not a run folder", "config.yaml", "pass the folder that a run printed"
     ),
-    "a run to continue that has saved nothing": Mistake(
+    "a run to continue with nothing but damaged checkpoints": Mistake(
         ["train", "--resume", "used"],
         "used",
-        "no finished checkpoint",
-        "start the run again in a new folder",
-        "checkpoint.every",
-        w.a_used_folder,
+        "checkpoints/step-00002/learner/optimizer.pt is missing",
+        "put the files back from a copy",
+        "delete used/checkpoints to start this run over",
+        w.a_damaged_checkpoint,
     ),
     "other settings for a run to continue": Mistake(
         ["train", "--resume", "run", "steps=9"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from models import tiny_tokenizer
 from texts import byte_tokenizer
 
 from groupwise.chat import Chat
@@ -79,3 +80,24 @@ def test_an_empty_completion_is_empty_text() -> None:
 def test_spaces_before_punctuation_are_the_models_own() -> None:
     c = chat()
     assert c.text(tokens(c, "a , b . it 's")) == "a , b . it 's"
+
+
+@pytest.mark.parametrize("text", ["2 + 2 is 4.", "\u00e9t\u00e9 \U0001f600 \u2212 1", "<|im_start|>user\nso<|im_end|>"])
+def test_the_pieces_of_tokens_are_their_text(text: str) -> None:
+    c = chat()
+    sampled = tokens(c, text)
+    pieces = c.pieces(sampled)
+    assert len(pieces) == len(sampled)
+    assert "".join(pieces) == text
+    assert c.pieces(tokens(c, "\U0001f600")) == ["", "", "", "\U0001f600"]  # four bytes, four tokens
+
+
+def test_a_piece_keeps_the_space_that_a_tokenizer_drops_at_the_beginning() -> None:
+    c = Chat(tiny_tokenizer(), stop_ids=(1,))
+    assert c.pieces(np.array([5, 6], dtype=np.int32)) == [" w5", " w6"]
+
+
+def test_bytes_that_are_no_text_are_shown_as_such_and_hold_nothing_back() -> None:
+    c = chat()
+    broken = tokens(c, "\u00e9")[:1]
+    assert "".join(c.pieces(np.concatenate([broken, tokens(c, "ab")]))) == "\ufffdab"

@@ -16,6 +16,7 @@ from texts import byte_tokenizer
 from toys import terminal, toy_config, toy_folder, toy_rows
 
 from groupwise import hub, resources
+from groupwise.build import build, prepare
 from groupwise.chat import Chat
 from groupwise.checks import cautions, check_it_learns, data_cautions
 from groupwise.config import Config
@@ -33,7 +34,7 @@ from groupwise.resources import (
 )
 from groupwise.rewards import as_rewards
 from groupwise.tasks import Task, check_task
-from groupwise.train import build, prepare, train
+from groupwise.train import train
 
 LEAST: dict[str, Any] = {"model": "some/model", "data": {"path": "rows.jsonl"}, "rewards": ["math_answer"]}
 MATH = as_rewards({"type": "math_answer", "trial": False})
@@ -163,11 +164,21 @@ def test_a_container_has_what_its_limit_leaves(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("steps", "every", "keep_last", "count"),
-    [(10, 0, 2, 1), (10, 1, 2, 3), (10, 5, 4, 2), (10, 10, 2, 1), (3, 2, 9, 2)],
+    ("steps", "every", "keep", "count"),
+    [
+        (10, 0, (2,), 1),
+        (10, 1, (2,), 3),
+        (10, 5, (4,), 2),
+        (10, 10, (2,), 1),
+        (3, 2, (9,), 2),
+        (100, 2, (2, 30), 6),
+        (100, 4, (2, 10), 7),
+        (100, 2, (2, 0, 3), 6),
+        (6, 2, (2, 2, 3), 3),
+    ],
 )
-def test_how_many_checkpoints_there_are_at_a_time(steps: int, every: int, keep_last: int, count: int) -> None:
-    assert checkpoints_at_once(steps, every, keep_last) == count
+def test_how_many_checkpoints_there_are_at_a_time(steps: int, every: int, keep: tuple[int, ...], count: int) -> None:
+    assert checkpoints_at_once(steps, every, *keep) == count
 
 
 def test_rollouts_that_may_fill_the_disk_are_a_caution(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,6 +298,8 @@ EFFECTLESS: list[tuple[dict[str, Any], str]] = [
     ({"evaluation": {"data": {"path": "x"}, "every": 999}}, "evaluation.every: 999 is never reached in steps: 100"),
     ({"checkpoint": {"every": 999}}, "checkpoint.every: 999 is never reached in steps: 100"),
     ({"checkpoint": {"keep_last": 9}}, "checkpoint.keep_last has no effect with checkpoint.every: 0"),
+    ({"checkpoint": {"keep_every": 9}}, "checkpoint.keep_every has no effect with checkpoint.every: 0"),
+    ({"checkpoint": {"every": 5, "keep_best": 1}}, "checkpoint.keep_best has no effect without evaluation.every"),
     ({"optimizer": {"warmup_updates": 999}}, "optimizer.warmup_updates: 999 is more than the run's 100 updates"),
     ({"critic_optimizer": {"learning_rate": 1e-4}}, "critic_optimizer has no effect without algorithm.critic"),
 ]

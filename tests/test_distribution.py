@@ -15,6 +15,7 @@ from toys import toy_folder, toy_rows
 from transformers import PreTrainedModel
 
 from groupwise import cli
+from groupwise.build import load_sampler
 from groupwise.config import Config, Engine
 from groupwise.engines import Completion, Request, Sampling
 from groupwise.engines.local import LocalSampler, load_policy
@@ -22,7 +23,6 @@ from groupwise.errors import ConfigError
 from groupwise.head import score
 from groupwise.model import hidden_states, load_model, save_model
 from groupwise.seeding import key
-from groupwise.train import load_sampler
 
 SAMPLING = Sampling(max_tokens=12)
 LENGTHS = (1, 7, 3)

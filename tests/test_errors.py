@@ -18,12 +18,13 @@ from toys import metrics, sampled, terminal, toy_config, toy_folder, toy_rows
 from trl_rows import ROWS
 from workplace import says
 
+from groupwise.build import device_of
 from groupwise.config import Engine
 from groupwise.engines import Completion, Request, Sampling
 from groupwise.engines.local import LocalSampler
 from groupwise.errors import DataError, Findings, GroupwiseError, RewardError
 from groupwise.slots import load_code
-from groupwise.train import device_of, train
+from groupwise.train import train
 
 ROOT = Path(__file__).parents[1]
 SAID: dict[str, str] = {}

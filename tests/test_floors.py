@@ -16,15 +16,16 @@ SRC = Path(__file__).parents[1] / "src" / "groupwise"
 
 DIAGNOSIS_RULES = ("of_rewards", "of_completions", "of_updates")
 FLOORS = (
-    {"errors", "records", "seeding", "slots", "devices", "hub", "environment"},
+    {"errors", "records", "seeding", "slots", "devices", "hub", "environment", "files", "interrupt"},
     {"advantages", "shaping", "weights", "losses", "penalties", "model", "model_files", "resources", "head"}
-    | {"adapters", "folding", "lean", "decoding", "drawing", "packing"},
+    | {"adapters", "folding", "lean", "decoding", "drawing", "packing", "guards", "pending"},
     {"algorithms", "presets", "chat", "engines", "trackers", "trackers.tensorboard", "trackers.wandb"},
-    {"rollout", "tasks", "columns", "data", "rewards"}
+    {"rollout", "tasks", "columns", "data", "rewards", "checkpoint"}
     | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
-    {"train", "checks", "settling", "evaluate", "checkpoint", "report", "log", "config", "curriculum", "explain"}
+    {"train", "build", "checks", "settling", "evaluate", "log", "config", "curriculum", "explain"}
+    | {"report", "report.completions", "report.data", "report.watch"}
     | {"diagnosis", *(f"diagnosis.{name}" for name in ("evidence", "findings", *DIAGNOSIS_RULES))},
-    {"cli", "quickstart", "arithmetic", "check_reward", "diagnosis.cli"}
+    {"cli", "quickstart", "arithmetic", "check_reward", "diff", "report.cli", "diagnosis.cli"}
     | {"foreign", "foreign.roll", "foreign.roll_algorithm", "foreign.trl", "foreign.trl_algorithm", "foreign.cli"},
 )
 SURFACE = {"", "__main__"}  # groupwise/__init__.py gathers the public names; nothing of ours imports it
@@ -32,6 +33,8 @@ SURFACE = {"", "__main__"}  # groupwise/__init__.py gathers the public names; no
 NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "slots": {"errors"},
     "devices": {"errors"},
+    "files": {"errors"},
+    "interrupt": {"errors"},
     "shaping": {"advantages"},
     "penalties": {"losses"},
     "weights": {"losses"},
@@ -56,14 +59,18 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "diagnosis": {"diagnosis.evidence", "diagnosis.findings", *(f"diagnosis.{name}" for name in DIAGNOSIS_RULES)},
     "checks": {"config"},
     "settling": {"config", "checks"},
-    "train": {"config", "checks", "settling", "checkpoint", "curriculum", "evaluate", "log"},
+    "build": {"config", "checks", "settling", "curriculum", "evaluate", "log"},
+    "train": {"config", "build", "checks", "evaluate", "log"},
+    "report.data": {"config", "diagnosis", "evaluate", "explain", "report.completions"},
+    "report": {"report.completions", "report.data"},
+    "report.watch": {"report", "report.completions", "report.data"},
     "quickstart": {"arithmetic"},
     "foreign.roll_algorithm": {"foreign"},
     "foreign.roll": {"foreign", "foreign.roll_algorithm"},
     "foreign.trl_algorithm": {"foreign"},
     "foreign.trl": {"foreign", "foreign.trl_algorithm"},
     "foreign.cli": {"foreign", "foreign.roll", "foreign.trl"},
-    "cli": {"check_reward", "quickstart", "foreign.cli", "diagnosis.cli"},
+    "cli": {"check_reward", "quickstart", "diff", "foreign.cli", "report.cli", "diagnosis.cli"},
 }
 # An engine knows tensors and requests, never an algorithm, a task or the loop.
 ENGINES_MAY_IMPORT = {
@@ -83,10 +90,12 @@ ENGINES_MAY_IMPORT = {
     "errors",
 }
 
-# What `pip install groupwise` brings. pydantic_core, huggingface_hub and pyarrow come with pydantic, transformers
-# and datasets and are part of their interface, as latex2sympy2_extended and sympy are of math-verify's.
+# What `pip install groupwise` brings. pydantic_core, huggingface_hub, pyarrow and markupsafe come with pydantic,
+# transformers, datasets and jinja2 and are part of their interface, as latex2sympy2_extended and sympy are of
+# math-verify's.
 CORE = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "pydantic", "yaml", "typer", "rich"}
-CORE |= {"jinja2", "math_verify", "latex2sympy2_extended", "sympy", "pydantic_core", "huggingface_hub", "pyarrow"}
+CORE |= {"jinja2", "markupsafe", "math_verify", "latex2sympy2_extended", "sympy", "pydantic_core", "huggingface_hub"}
+CORE |= {"pyarrow"}
 # An extra is imported in one file only, and so is httpx2, which is in the core for that file alone. Whoever first uses
 # one of those without a file names its file here.
 EXTRAS = {"vllm": "engines.vllm", "ray": "engines.ray", "reasoning_gym": "rewards.gym", "httpx2": "rewards.endpoint"}

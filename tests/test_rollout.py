@@ -130,7 +130,8 @@ def test_the_recording_learner_keeps_batches_and_counts(tmp_path: Path) -> None:
     assert learner.update(batch, loss) == {"loss": float(batch.tokens.numel()), "clip_ratio": 0.75, "empty": 0.0}
     assert recording.batches == [batch]
     assert list(learner.weights()) == []
-    learner.save(tmp_path / "checkpoint")
+    (tmp_path / "checkpoint").mkdir()
+    learner.snapshot()(tmp_path / "checkpoint")
     again = RecordingLearner()
     again.restore(tmp_path / "checkpoint")
     assert again.updates == 1

@@ -10,6 +10,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
 import torch
@@ -28,21 +30,22 @@ from toys import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from groupwise.algorithms import zero_variance
+from groupwise.build import Parts, build, fresh_folder, load_sampler
 from groupwise.chat import Chat
 from groupwise.checkpoint import complete
 from groupwise.checks import cautions
 from groupwise.config import Config, Engine
 from groupwise.engines import Request, Sampling
 from groupwise.engines.fake import RecordingLearner, ScriptedSampler
-from groupwise.errors import CheckpointError, ConfigError, DataError, GroupwiseError, RewardError
-from groupwise.log import RunLog
+from groupwise.errors import CheckpointError, ConfigError, DataError, NumericalError, RewardError
+from groupwise.log import RunLog, peak_memory
 from groupwise.presets import PRESETS
 from groupwise.records import Rollout
 from groupwise.rewards import as_rewards
 from groupwise.seeding import key
 from groupwise.slots import replace
 from groupwise.tasks import Task, read_rows
-from groupwise.train import Parts, Run, build, experience, fresh_folder, load_sampler, train
+from groupwise.train import Run, experience, train
 
 RECORD = {
     "step",
@@ -69,12 +72,14 @@ RECORD = {
     "seconds/credit",
     "seconds/update",
     "tokens_per_second",
+    "memory/host",
 }
 COLUMNS = [
     "step",
     "group",
     "prompt",
     "text",
+    "length",
     "reward",
     "reward/starts_low",
     "advantage",
@@ -84,8 +89,12 @@ COLUMNS = [
     "finish_reason",
     "policy_version",
     "tokens",
+    "pieces",
     "loss_mask",
     "logprobs",
+    "entropies",
+    "new_logprobs",
+    "advantages",
 ]
 
 
@@ -197,6 +206,39 @@ def test_there_is_one_record_a_step(straight: Run) -> None:
         assert record["completion_tokens"] == record["completion_length"] * 16
     assert [("seconds/checkpoint" in record) for record in records] == [False, False, False, True, False, False]
     assert all(("seconds/log" in record) == (record["step"] > 1) for record in records)
+
+
+def test_memory_is_measured_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = np.ones(2**24)  # 1/8 GiB
+    peak = peak_memory()
+    assert held.nbytes / 2**30 < peak["memory/host"] < 64  # no bytes, no KiB
+    assert "memory/gpu" not in peak
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
+    assert peak_memory()["memory/gpu"] == 3.0
+
+
+def test_one_group_of_a_step_is_read_again_after_the_update(straight: Run) -> None:
+    rows = sampled(straight.folder, 6)
+    again = [row for row in rows if row["new_logprobs"] is not None]
+    assert len({row["group"] for row in again}) == 1
+    assert len(again) == 4
+    spreads = {g: np.ptp([row["reward"] for row in rows if row["group"] == g]) for g in range(4)}
+    assert spreads[again[0]["group"]] == max(spreads.values())
+    trained = AutoModelForCausalLM.from_pretrained(straight.folder / "model", dtype=torch.float32).eval()
+    for row in again:
+        with torch.no_grad():
+            logits = trained(torch.tensor([row["tokens"]])).logits[0].log_softmax(-1)
+        expected = [float(logits[t - 1, token]) for t, token in enumerate(row["tokens"]) if row["loss_mask"][t]]
+        found = [p for p, ours in zip(row["new_logprobs"], row["loss_mask"], strict=True) if ours]
+        assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_held_out_completions_are_kept_too(straight: Run) -> None:
+    assert straight.after is not None
+    rows = pq.read_table(straight.folder / "evaluations" / "step-00006.parquet").to_pylist()
+    assert [row["text"] for row in rows] == [rollout.text for rollout in straight.after.rollouts]
+    assert [row["length"] for row in rows] == [rollout.num_completion_tokens for rollout in straight.after.rollouts]
 
 
 def test_evaluations_are_records_before_during_and_after(straight: Run) -> None:
@@ -382,7 +424,8 @@ def test_resuming_is_exact_with_a_reference_and_with_several_updates(
 
 
 def test_a_line_that_was_cut_short_is_forgotten(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, steps=9, headline="x", prompt_text=lambda rollout: "", console=Console(quiet=True))
+    chat = Chat(tiny_tokenizer(), stop_ids=(1,))
+    log = RunLog(tmp_path, steps=9, headline="x", chat=chat, console=Console(quiet=True))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')
     log.rewind(2)
     assert [record["step"] for record in metrics(tmp_path)] == [1, 2]
@@ -392,10 +435,9 @@ def test_only_a_run_can_be_continued(toys: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere: not a run folder .*pass the folder that a run printed"):
         quietly(toy_config(toys), resume=tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
-    (tmp_path / "young").mkdir()
-    (tmp_path / "young" / "config.yaml").write_text(toy_config(toys).to_yaml())
-    with pytest.raises(CheckpointError, match=r"young: no finished checkpoint .*start the run again in a new folder"):
-        quietly(toy_config(toys), resume=tmp_path / "young")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(CheckpointError, match=r"other: not a run folder"):
+        quietly(toy_config(toys), resume=tmp_path / "other")
 
 
 def test_a_resumed_run_does_not_warn_of_settings_that_it_wrote_itself(toys: Path, tmp_path: Path) -> None:
@@ -610,7 +652,7 @@ def test_a_device_that_is_not_there_is_refused(toys: Path) -> None:
 def test_a_gradient_that_is_not_finite_stops_the_run_with_its_way_out(toys: Path, tmp_path: Path) -> None:
     config = toy_config(toys, output=str(tmp_path / "run"), steps=1)
     algorithm = replace(config.algorithm, surrogate=lambda x: (x.logprobs * math.inf, {}))
-    with pytest.raises(GroupwiseError, match=r"nothing was changed. Lower optimizer\.learning_rate"):
+    with pytest.raises(NumericalError, match=r"nothing was changed; .*lower optimizer\.learning_rate"):
         quietly(replace(config, algorithm=algorithm))
 
 

@@ -264,6 +264,14 @@ def a_used_folder() -> None:
     Path("used/config.yaml").write_text(Path("run.yaml").read_text())
 
 
+def a_damaged_checkpoint() -> None:
+    a_used_folder()
+    saved = Path("used/checkpoints/step-00002")
+    for folder in (saved, Path("used/rollouts"), Path("used/evaluations")):
+        folder.mkdir(parents=True)
+    (saved / "manifest.json").write_text('{"learner/optimizer.pt": {"bytes": 1, "sha256": ""}}')
+
+
 def a_parquet_without_prompts() -> None:
     pq.write_table(pa.table({"question": ["w3"] * 20}), "other.parquet")
 

@@ -9,7 +9,7 @@ from typing import Any, Union, get_args, get_origin
 
 SRC = Path(__file__).parents[1] / "src" / "groupwise"
 # Engines, rewards, reading of other projects' files, the demonstration and what only explains.
-NOT_CORE = ("engines", "rewards", "foreign", "arithmetic.py", "quickstart.py", "explain.py", "report.py")
+NOT_CORE = ("engines", "rewards", "foreign", "arithmetic.py", "quickstart.py", "explain.py", "report")
 CORE_LINES, MODULE_LINES, FUNCTION_LINES, SETTINGS = 3_000, 350, 60, 70
 
 

@@ -300,6 +300,7 @@ METRICS = {
         "seconds/<phase>": "Its parts: `sample`, `credit` (old, reference and critic passes, advantages), `update`, "
         "`checkpoint`, and `log` (writing the files of the step before).",
         "tokens_per_second": "Sampled tokens over the wall time of the whole step.",
+        "memory/<device>": "The most memory held so far, in GiB: `host`, by the process; `gpu`, allocated on the GPU.",
     },
     "Rewards and completions": {
         "reward": "Mean reward: the weighted sum of the reward functions, before any shaping by length.",
@@ -319,6 +320,7 @@ METRICS = {
         "loss": "The objective's value. On-policy it says little: its gradient does the work.",
         "grad_norm": "L2 norm of the gradient before it is clipped to `optimizer.max_grad_norm`.",
         "learning_rate": "Of this update.",
+        "skipped_updates": "Updates left out because loss or gradient was not finite; only where there were some.",
         "clip_ratio/low": "Share of tokens with A < 0 whose ratio lies below the surrogate's lower bound.",
         "clip_ratio/high": "Share of tokens with A > 0 whose ratio lies above the surrogate's upper bound.",
         "approx_kl": "k3 estimate of how far the update has moved from the policy at the start of the step; 0 with one "
@@ -342,8 +344,12 @@ A run appends one JSON object a line to `metrics.jsonl` in its folder: one for e
 which has only `step` and the `eval/` keys. What a step's updates report is averaged over the updates, and what tokens
 report over the loss tokens. A number that does not exist (a mean of nothing) is `null`.
 
-Every completion is in `rollouts/step-NNNNN.parquet`, with its prompt, text, rewards (`fault/<name>` is the cause where
-one has no verdict) and those of its steps where a reward gives them, advantage, tokens and log-probs.
+Every completion is in `rollouts/step-NNNNN.parquet`, and every held-out one in `evaluations/step-NNNNN.parquet`: its
+prompt, text, length, rewards (`fault/<name>` is the cause where one has no verdict) and those of its steps where a
+reward gives them, advantage, why it ended, and lists with an entry for each token, the prompt's included: `tokens`,
+`pieces` (the text of each token), `loss_mask`, `logprobs`, `entropies`, `advantages`, and where the algorithm has them
+`old_logprobs` and `ref_logprobs`. `new_logprobs`, after the step's updates, is there for one group of a step: the one
+whose rewards differ most.
 """
 
 

@@ -26,6 +26,9 @@ Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
 """Text to continue, or messages `{"role": ..., "content": ...}`."""
 
+MOST_TOKENS_OF_A_CHARACTER = 4
+"""A character has at most four bytes in UTF-8, and a token at least one."""
+
 _TAG = re.compile(r"<(/?)(\w+)>")
 
 
@@ -111,6 +114,34 @@ class Chat:
             return next((len(part) for part in parts if rollout.text.startswith(part)), 0)
 
         return int(places[bisect_left(range(1, len(tokens)), end, key=said)])
+
+    def pieces(self, tokens: Ints) -> list[str]:
+        """The text of each token, special ones too; a character that is spread over tokens stands with its last."""
+        found: list[str] = []
+        held: list[int] = []
+        for token in tokens.tolist():
+            held.append(token)
+            text = self._piece(tuple(held))
+            whole = not text.endswith("\ufffd") or len(held) == MOST_TOKENS_OF_A_CHARACTER
+            found.append(text if whole else "")
+            held = [] if whole else held
+        return found
+
+    def _piece(self, tokens: tuple[int, ...]) -> str:
+        """What tokens say after something else: alone, some would lose the space before them."""
+        if tokens not in self._pieces:
+            before, text = (self.tokenizer.decode([*self._anchor, *more]) for more in ((), tokens))
+            assert isinstance(before, str) and isinstance(text, str)
+            self._pieces[tokens] = text[len(before) :]
+        return self._pieces[tokens]
+
+    @cached_property
+    def _anchor(self) -> list[int]:
+        return self.tokenizer("a", add_special_tokens=False)["input_ids"][:1]
+
+    @cached_property
+    def _pieces(self) -> dict[tuple[int, ...], str]:
+        return {}
 
     def _open(self, messages: Sequence[Message]) -> str:
         unfinished = messages[-1]["role"] == "assistant"

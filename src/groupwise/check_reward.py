@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.table import Table
 
+from groupwise.build import load_sampler
 from groupwise.chat import Prompt
 from groupwise.columns import maker
 from groupwise.config import Config
@@ -28,7 +29,6 @@ from groupwise.rollout import play
 from groupwise.seeding import generator
 from groupwise.slots import replace
 from groupwise.tasks import Row, Task, check_prompts
-from groupwise.train import load_sampler
 
 REFERENCE, OTHER, ENDLESS = "the reference answer", "another row's answer", "an endless power"
 LONG = 20_000

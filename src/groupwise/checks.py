@@ -126,13 +126,16 @@ def check_disk(config: Config, known: Outline, folder: Path) -> list[str]:
     kept, dtype, kl = config.checkpoint, config.engine.weights, config.algorithm.kl
     moves = kl is not None and kl.refresh_every > 0
     each = checkpoint_bytes(known.model, dtype, critic=config.algorithm.critic is not None, reference=moves)
-    count = checkpoints_at_once(config.steps, kept.every, kept.keep_last)
+    best = kept.keep_best if config.evaluation.every else 0
+    count = checkpoints_at_once(config.steps, kept.every, kept.keep_last, kept.keep_every, best)
     needed, free = count * each + parameter_count(known.model) * dtype.itemsize, free_disk(folder)
     if needed > free:
-        fewer = "lower checkpoint.keep_last, " if count > 2 else ""
+        asked = {"keep_last": kept.keep_last, "keep_every": kept.keep_every, "keep_best": best}
+        rules = ", ".join(f"{name}: {value}" for name, value in asked.items() if value)
+        fewer = "keep fewer checkpoints, " if count > 2 else ""
         raise CheckpointError(
             f"output: {folder}; the trained model and {count} checkpoints at a time (checkpoint.every: {kept.every}, "
-            f"keep_last: {kept.keep_last}) of {in_words(each)} each need {in_words(needed)}, and {in_words(free)} is "
+            f"{rules}) of {in_words(each)} each need {in_words(needed)}, and {in_words(free)} is "
             f"free there; {fewer}make room, or choose another disk with output=DIR"
         )
     tokens = config.steps * config.prompts_per_step * config.group_size * config.sampling.max_tokens
@@ -251,9 +254,14 @@ def _without_effect(config: Config) -> Iterator[tuple[bool, str]]:
     )
     for path, every in (("evaluation.every", config.evaluation.every), ("checkpoint.every", config.checkpoint.every)):
         yield every > config.steps, f"{path}: {every} is never reached in steps: {config.steps}; only the end counts"
+    for name in sorted({"keep_last", "keep_every", "keep_best"} & _changed(config.checkpoint)):
+        yield (
+            config.checkpoint.every == 0,
+            f"checkpoint.{name} has no effect with checkpoint.every: 0: there is one checkpoint, at the end",
+        )
     yield (
-        config.checkpoint.every == 0 and "keep_last" in _changed(config.checkpoint),
-        "checkpoint.keep_last has no effect with checkpoint.every: 0: there is one checkpoint, at the end",
+        config.checkpoint.keep_best > 0 and not config.evaluation.every,
+        "checkpoint.keep_best has no effect without evaluation.every: no checkpoint has a score",
     )
     yield (
         config.optimizer.warmup_updates > updates,

@@ -1,6 +1,7 @@
-"""The command line: quickstart, train, eval, sample, check-reward, doctor, config, explain, import.
+"""The command line: quickstart, train, eval, sample, and what looks at data, rewards, settings and runs.
 
-Exit codes: 0 done; 2 the input is wrong (one message on standard error); 1 anything else, a faulty reward included.
+Exit codes: 0 done, or stopped where it can be resumed; 2 the input is wrong (one message on standard error); 130 asked
+twice to stop; 1 anything else, a faulty reward included.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ import typer
 from rich.console import Console
 
 from groupwise.algorithms import Algorithm
-from groupwise.checkpoint import newest
+from groupwise.checkpoint import check_run
 from groupwise.config import Config, Engine, Tree, apply, read_yaml, reference
 from groupwise.diagnosis.cli import app as doctor_app
 from groupwise.errors import CheckpointError, ConfigError, GroupwiseError, did_you_mean
 from groupwise.foreign.cli import app as import_app
+from groupwise.interrupt import seconds
 from groupwise.presets import PRESETS
+from groupwise.report.cli import app as report_app
 
 HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
 app.add_typer(import_app, name="import")
 app.add_typer(doctor_app)
+app.add_typer(report_app)
 
 Settings = Annotated[
     list[str] | None,
@@ -90,6 +94,9 @@ def train(
     algorithm: AlgorithmName = None,
     reward: RewardNames = None,
     resume: Annotated[Path | None, typer.Option("--resume", help="Continue this run folder.")] = None,
+    max_time: Annotated[
+        str | None, typer.Option("--max-time", help="Stop after this long, to be resumed: 3h30m, 90s, or seconds.")
+    ] = None,
     quiet: Quiet = False,
     as_json: Json = False,
     traceback: Traceback = False,
@@ -97,20 +104,25 @@ def train(
     """Train a model: groupwise train RUN.yaml, or --model DIR --data FILE --reward NAME key=value ..."""
     from groupwise.train import train as run_training
 
+    max_seconds = None if max_time is None else seconds(max_time)
     if resume is not None:
         if any((settings, model, data, algorithm, reward)):
             raise ConfigError("--resume: continues with the settings of the run; pass no others")
-        newest(resume)
+        check_run(resume)
         config = Config.load(resume / "config.yaml")
     else:
         config = read_config(settings, model=model, data=data, algorithm=algorithm, rewards=reward)
-    run = run_training(config, resume=resume, console=_console(quiet))
+    run = run_training(config, resume=resume, max_seconds=max_seconds, console=_console(quiet))
     result = {
         "run": str(run.folder),
         "before": None if run.before is None else run.before.headline,
         "after": None if run.after is None else run.after.headline,
     }
-    print(json.dumps(result) if as_json else f"trained model: {run.folder / 'model'}")
+    if run.stopped is not None:
+        result["stopped"] = run.stopped
+    resume_with = f"groupwise train --resume {run.folder}"
+    plain = f"trained model: {run.folder / 'model'}" if run.stopped is None else resume_with
+    print(json.dumps(result) if as_json else plain)
 
 
 @app.command("eval")
@@ -127,8 +139,8 @@ def evaluate_model(
     traceback: Traceback = False,
 ) -> None:
     """Score a model on a dataset: mean of each reward with a confidence interval, and pass@k."""
+    from groupwise.build import load_sampler, prepare
     from groupwise.evaluate import evaluate
-    from groupwise.train import load_sampler, prepare
 
     for name in ("temperature", "top_p", "top_k"):
         if any(text.startswith(f"sampling.{name}=") for text in settings or ()):
@@ -171,9 +183,9 @@ def sample(
     traceback: Traceback = False,
 ) -> None:
     """Ask a model: prints its completions to one prompt."""
+    from groupwise.build import load_sampler
     from groupwise.engines import Request, Sampling
     from groupwise.seeding import key
-    from groupwise.train import load_sampler
 
     sampler, chat = load_sampler(_model_of(model), Engine())
     plain = raw or chat.tokenizer.chat_template is None
@@ -299,6 +311,23 @@ def quickstart(
     result = run_quickstart(seed=seed, algorithm=algorithm, overrides=settings or [], console=_console(quiet))
     if as_json:
         print(json.dumps(result))
+
+
+@app.command()
+def diff(
+    run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run folder.")],
+    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another one.")],
+    traceback: Traceback = False,
+) -> None:
+    """Show the first step and quantity at which two runs part; exits with 0 when they are the same, else with 1."""
+    from groupwise.diff import first_apart, settings_apart
+
+    settings, parted = list(settings_apart(run_a, run_b)), first_apart(run_a, run_b)
+    for line in settings:
+        print(f"setting {line}")
+    print("the runs are the same" if parted is None else parted)
+    if settings or parted is not None:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -20,10 +20,12 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from groupwise.adapters import Lora
 from groupwise.advantages import GroupStd, of_group
 from groupwise.algorithms import Algorithm
+from groupwise.checkpoint import Checkpoint
 from groupwise.curriculum import Curriculum
 from groupwise.data import Data
 from groupwise.engines import Optimizer, Sampling
 from groupwise.errors import ConfigError, did_you_mean
+from groupwise.guards import Guards
 from groupwise.presets import PRESETS
 from groupwise.rewards import Rewards
 from groupwise.slots import OneOf, Slot, replace
@@ -131,15 +133,6 @@ class Engine(Slot):
         return torch.float32 if self.dtype in ("auto", "mixed") else getattr(torch, self.dtype)
 
 
-class Checkpoint(Slot):
-    """What a run keeps to continue from."""
-
-    every: int = Field(default=0, ge=0)
-    """Steps between checkpoints; 0 saves only at the end."""
-    keep_last: int = Field(default=2, ge=1)
-    """Older ones are deleted."""
-
-
 class Config(Slot):
     """Everything a run is made of."""
 
@@ -183,6 +176,8 @@ class Config(Slot):
     """Held-out prompts."""
     checkpoint: Checkpoint = Checkpoint()
     """What is kept to continue from."""
+    guards: Guards = Guards()
+    """What a run stops at, and what it warns of."""
     max_invalid_fraction: float = Field(default=0.25, ge=0, le=1)
     """The run stops when more of a step's rollouts than this have no trustworthy reward."""
     sampling_rounds: int = Field(default=4, ge=1)

@@ -15,6 +15,8 @@ from typing import Any
 
 from pydantic import Field
 
+from groupwise.engines import Snapshot
+from groupwise.files import write_whole
 from groupwise.records import Rollout
 from groupwise.rewards import PASSED
 from groupwise.seeding import generator, key
@@ -95,10 +97,10 @@ class History:
             chosen.append(others.pop() if others and self.skips(row, step) else row)
         return chosen
 
-    def save(self, path: Path) -> None:
-        """Write it into the folder `path`."""
-        path.mkdir(parents=True)
-        (path / "history.json").write_text(json.dumps({name: asdict(seen) for name, seen in self.seen.items()}))
+    def snapshot(self) -> Snapshot:
+        """It as it is now, to be written into a folder."""
+        content = json.dumps({name: asdict(seen) for name, seen in self.seen.items()})
+        return lambda path: write_whole(path / "history.json", content.encode())
 
     def restore(self, path: Path) -> None:
         """Read back what `save` wrote."""

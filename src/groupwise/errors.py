@@ -5,6 +5,7 @@
     |- DataError         a dataset: its file, its columns, its rows
     |- ModelError        a model folder, its tokenizer, its chat template
     |- RewardError       a reward function: its name, its signature, what it returned
+    |- NumericalError    a loss or gradient that is not finite, and where it comes from
     `- CheckpointError   a run folder or a checkpoint in it
 
 The command line prints the message and exits with 2.  Broken invariants are `assert`s, not these.
@@ -15,7 +16,9 @@ so that the user mends everything at once and not one thing a run.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class GroupwiseError(ValueError):
@@ -42,6 +45,16 @@ class ModelError(GroupwiseError):
 
 class RewardError(GroupwiseError):
     """A reward function cannot be found or called, or broke its contract."""
+
+
+class NumericalError(GroupwiseError):
+    """The loss of an update or its gradient is not finite; the update was not applied."""
+
+    def __init__(self, message: str, grad_norm: float = math.nan) -> None:
+        super().__init__(message)
+        self.grad_norm = grad_norm
+        self.findings: Sequence[Any] = ()
+        """What of which rollout is not finite (`guards.Finding`), once it has been looked for."""
 
 
 class CheckpointError(GroupwiseError):

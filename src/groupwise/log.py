@@ -1,29 +1,36 @@
-"""What a run tells: one line a step on the terminal, `metrics.jsonl`, and every completion in `rollouts/*.parquet`.
+"""What a run tells: one line a step on the terminal, `metrics.jsonl`, and every completion in `*/step-*.parquet`.
 
 The files can be read while the run writes them: a line or a file appears only when it is whole.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-import os
+import resource
+import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import safetensors.torch
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from groupwise.algorithms import zero_variance
+from groupwise.chat import Chat
 from groupwise.diagnosis import diagnose, read_run
-from groupwise.errors import CheckpointError, RewardError
+from groupwise.errors import CheckpointError, NumericalError, RewardError
 from groupwise.evaluate import Scores
-from groupwise.records import Rollout
+from groupwise.files import append, write_whole, writing
+from groupwise.guards import HISTORY, Guards
+from groupwise.records import Batch, Rollout
 from groupwise.trackers import Tracker
 
 Metrics = dict[str, float]
@@ -31,8 +38,7 @@ Faults = Counter[tuple[str, str]]
 """How often each (reward function, cause) was met."""
 DIAGNOSE_EVERY = 10
 """Steps between two looks at the run so far."""
-MISMATCH_LIMIT = 0.01
-"""Mean |log-prob| difference between sampler and learner above which the run says so (nats)."""
+GUARDS = Guards()
 
 
 def describe(rollouts: Sequence[Rollout], step: int) -> Metrics:
@@ -99,14 +105,18 @@ class RunLog:
         *,
         steps: int,
         headline: str,
-        prompt_text: Callable[[Rollout], str],
+        chat: Chat,
         console: Console | None = None,
         max_invalid_fraction: float = 1.0,
         trackers: Sequence[Tracker] = (),
+        guards: Guards = GUARDS,
     ) -> None:
         self.folder, self.steps, self.headline = folder, steps, headline
+        self.skipped = 0
+        """Updates left out so far, of the whole run."""
         self.console = console or Console(stderr=True)
-        self._prompt_text, self._max_invalid = prompt_text, max_invalid_fraction
+        self.chat, self._max_invalid, self._guards = chat, max_invalid_fraction, guards
+        self._grad_norms: deque[float] = deque(maxlen=HISTORY)
         self._trackers = trackers
         self._laps: dict[str, float] = {}
         self._lap_began = time.perf_counter()
@@ -114,7 +124,9 @@ class RunLog:
         self._faults, self._completions = Faults(), 0
         self._progress: Progress | None = None
         self._first: tuple[float, int] | None = None  # (when, which) the first step shown was done
-        (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            for name in ("rollouts", "evaluations"):
+                (folder / name).mkdir(parents=True, exist_ok=True)
 
     def say(self, text: str) -> None:
         """One line on the terminal, above the progress bar."""
@@ -132,19 +144,42 @@ class RunLog:
         self._laps[phase] = self._laps.get(phase, 0.0) + now - self._lap_began
         self._lap_began = now
 
-    def rewind(self, steps_done: int) -> None:
-        """Forget what was logged after `steps_done` steps, before a run continues from there.
+    def rewind(self, steps_done: int) -> list[Metrics]:
+        """Forget what was logged after `steps_done` steps, before a run continues from there; the records that stay.
 
-        The evaluation after the last step is forgotten, too: it follows the last checkpoint, so it is made again.
+        The evaluation after the last step is forgotten, too: it follows the last checkpoint, so it is made again.  So
+        is the one before the first step, by a run that begins again.
+
+        Raises:
+            CheckpointError: a line of metrics.jsonl is no record.
         """
         path = self.folder / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        whole = [(line, json.loads(line)) for line in lines if line.endswith("\n")]  # the last may have been cut short
-        kept = [line for line, record in whole if record["step"] <= steps_done and not self._is_final(record)]
-        _write_whole(path, "".join(kept).encode())
-        for file in self.folder.glob("rollouts/step-*.parquet"):
-            if int(file.stem.removeprefix("step-")) > steps_done:
+        whole = [line for line in lines if line.endswith("\n")]  # the last may have been cut short
+        records = [self._read_record(number, line) for number, line in enumerate(whole, 1)]
+        kept = [
+            (line, record)
+            for line, record in zip(whole, records, strict=True)
+            if steps_done > 0 and record["step"] <= steps_done and not self._is_final(record)
+        ]
+        write_whole(path, "".join(line for line, _ in kept).encode())
+        for file in self.folder.glob("*/step-*.parquet"):
+            step, again = int(file.stem.removeprefix("step-")), steps_done in (0, self.steps)
+            if step > steps_done or (file.parent.name == "evaluations" and step == steps_done and again):
                 file.unlink()
+        self.skipped = int(sum(record.get("skipped_updates", 0.0) for _, record in kept))
+        norms = [record.get("grad_norm") for _, record in kept]
+        self._grad_norms.extend(norm for norm in norms if norm)
+        return [record for _, record in kept]
+
+    def _read_record(self, number: int, line: str) -> Metrics:
+        try:
+            record = json.loads(line)
+            return {**record, "step": int(record["step"])}
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{self.folder / 'metrics.jsonl'}: line {number} is damaged; delete that line to continue without it"
+            ) from error
 
     def _is_final(self, record: Mapping[str, float]) -> bool:
         return record["step"] == self.steps and any(name.startswith("eval/") for name in record)
@@ -165,22 +200,49 @@ class RunLog:
                 "function, or raise max_invalid_fraction to train on the rest"
             )
 
+    def refuse(self, step: int, update: int, batch: Batch, problem: str) -> None:
+        """Keep the batch of an update that was not finite as safetensors, say so, and leave the update out.
+
+        Raises:
+            NumericalError: `guards.max_skipped_updates` were left out already.
+        """
+        path = self.folder / "offending" / f"step-{step + 1:05d}.{update + 1}.safetensors"
+        fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+        tensors = {name: tensor.contiguous() for name, tensor in fields.items() if tensor is not None}
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+        write_whole(path, safetensors.torch.save(tensors))
+        most = self._guards.max_skipped_updates
+        text = f"step {step + 1}, update {update + 1}: {problem}; its batch is {path}"
+        if self.skipped >= most:
+            raise NumericalError(
+                f"{text}. Mend its cause, lower optimizer.learning_rate, set engine.dtype: float32, or leave such "
+                f"updates out with guards.max_skipped_updates (now {most})"
+            )
+        self.skipped += 1
+        self.warn(f"{text}; the update is left out, number {self.skipped} of at most {most}")
+
     def _warn_of(self, problems: Sequence[str], consequence: str) -> None:
         for problem in problems:
             # The words of an exception may differ from sample to sample; the reward and what it did are the kind.
             self.warn(f"{problem}; {consequence}", kind=": ".join([*problem.split(": ")[:2], consequence]))
 
     def step(self, step: int, rollouts: Sequence[Rollout], updates: Sequence[Mapping[str, float]]) -> None:
-        """Write the files of a step and show its line; `updates` are the metrics of its optimizer steps."""
+        """Write the files of a step and show its line; `updates` are the metrics of its optimizer steps, empty for one
+        that was left out."""
         metrics = describe(rollouts, step)
+        left_out = sum(not update for update in updates)
+        if left_out:
+            metrics["skipped_updates"] = float(left_out)
         for name in dict.fromkeys(name for update in updates for name in update):
             metrics[name] = _mean([update[name] for update in updates if name in update])
         seconds = sum(self._laps.values())
         metrics["seconds"] = seconds
         metrics.update({f"seconds/{phase}": taken for phase, taken in self._laps.items()})
         metrics["tokens_per_second"] = metrics["completion_tokens"] / max(seconds, 1e-9)
+        metrics.update(peak_memory())
         self._laps = {}
-        self._write_rollouts(step + 1, rollouts)
+        self._write("rollouts", step + 1, rollouts)
         self._append({"step": step + 1, **metrics})
         self._show(step + 1, metrics, _in_words(_faults(rollouts), len(rollouts)))
         self._faults.update(_faults(rollouts))
@@ -192,11 +254,9 @@ class RunLog:
                 "its completions were truncated",
                 kind="nothing was updated",
             )
-        if metrics.get("sampler_mismatch", 0.0) > MISMATCH_LIMIT:
-            self.warn(
-                f"sampler and learner disagree on log-probs by {metrics['sampler_mismatch']:.3g} nats a token (step "
-                f"{step + 1}); use the same dtype for both, or algorithm.correction: importance"
-            )
+        for kind, text in self._guards.warnings(metrics, self._grad_norms):
+            self.warn(f"step {step + 1}: {text}", kind)
+        self._grad_norms.extend([metrics["grad_norm"]] if metrics.get("grad_norm") else [])
         self.lap("log")  # known only now, so it is in the record of the next step
 
     def diagnose(self, steps_done: int) -> None:
@@ -212,6 +272,7 @@ class RunLog:
 
     def evaluation(self, steps_done: int, scores: Scores) -> None:
         """Write and show an evaluation after `steps_done` steps."""
+        self._write("evaluations", steps_done, scores.rollouts)
         self._append({"step": steps_done, **{f"eval/{name}": mean for name, mean in scores.means.items()},
                       "eval/completion_length": scores.completion_length})  # fmt: skip
         self._warn_of(
@@ -267,37 +328,45 @@ class RunLog:
 
     def _append(self, record: Mapping[str, float]) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
-        with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(finite) + "\n")
+        append(self.folder / "metrics.jsonl", json.dumps(finite))
         numbers = {name: value for name, value in finite.items() if value is not None and name != "step"}
         for tracker in self._trackers:
             tracker.log(int(record["step"]), numbers)
 
-    def _write_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        names = list(dict.fromkeys(name for rollout in rollouts for name in rollout.rewards))
-        table = pa.table(
-            {
-                "step": [step] * len(rollouts),
-                "group": [r.group for r in rollouts],
-                "prompt": [self._prompt_text(r) for r in rollouts],
-                "text": [r.text for r in rollouts],
-                "reward": [r.reward for r in rollouts],
-                **{f"reward/{name}": [r.rewards.get(name) for r in rollouts] for name in names},
-                **_steps(rollouts),
-                "advantage": [_first_advantage(r) for r in rollouts],
-                "valid": [r.valid for r in rollouts],
-                "problem": [r.problem for r in rollouts],
-                **{f"fault/{name}": pa.array([r.faults.get(name) for r in rollouts], pa.string()) for name in names},
-                "finish_reason": [str(r.finish_reason) for r in rollouts],
-                "policy_version": [r.policy_version for r in rollouts],
-                "tokens": [r.tokens for r in rollouts],
-                "loss_mask": [r.loss_mask for r in rollouts],
-                "logprobs": [r.logprobs for r in rollouts],
-            }
-        )
+    def _write(self, where: str, step: int, rollouts: Sequence[Rollout]) -> None:
         sink = pa.BufferOutputStream()
-        pq.write_table(table, sink)
-        _write_whole(self.folder / "rollouts" / f"step-{step:05d}.parquet", sink.getvalue().to_pybytes())
+        pq.write_table(table(step, rollouts, self.chat), sink)
+        write_whole(self.folder / where / f"step-{step:05d}.parquet", sink.getvalue().to_pybytes())
+
+
+def table(step: int, rollouts: Sequence[Rollout], chat: Chat) -> pa.Table:
+    """One row a completion; every list has an entry for each token, those of the prompt included."""
+    names = list(dict.fromkeys(name for rollout in rollouts for name in rollout.rewards))
+    optional = ("entropies", "old_logprobs", "ref_logprobs", "new_logprobs", "advantages")
+    known = [name for name in optional if any(getattr(r, name) is not None for r in rollouts)]
+    return pa.table(
+        {
+            "step": [step] * len(rollouts),
+            "group": [r.group for r in rollouts],
+            "prompt": [chat.prompt_text(r) for r in rollouts],
+            "text": [r.text for r in rollouts],
+            "length": [r.num_completion_tokens for r in rollouts],
+            "reward": [r.reward for r in rollouts],
+            **{f"reward/{name}": [r.rewards.get(name) for r in rollouts] for name in names},
+            **_steps(rollouts),
+            "advantage": [_first_advantage(r) for r in rollouts],
+            "valid": [r.valid for r in rollouts],
+            "problem": [r.problem for r in rollouts],
+            **{f"fault/{name}": pa.array([r.faults.get(name) for r in rollouts], pa.string()) for name in names},
+            "finish_reason": [str(r.finish_reason) for r in rollouts],
+            "policy_version": [r.policy_version for r in rollouts],
+            "tokens": [r.tokens for r in rollouts],
+            "pieces": [chat.pieces(r.tokens) for r in rollouts],
+            "loss_mask": [r.loss_mask for r in rollouts],
+            "logprobs": [r.logprobs for r in rollouts],
+            **{name: [getattr(r, name) for r in rollouts] for name in known},
+        }
+    )
 
 
 def _steps(rollouts: Sequence[Rollout]) -> dict[str, list[list[dict[str, float]]]]:
@@ -306,14 +375,15 @@ def _steps(rollouts: Sequence[Rollout]) -> dict[str, list[list[dict[str, float]]
     return {"step_rewards": rewards} if any(rewards) else {}
 
 
+def peak_memory() -> Metrics:
+    """The most memory held so far, in GiB: by this process, and on its GPU where it has one."""
+    unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in, in bytes
+    peak = {"memory/host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+    return peak | ({"memory/gpu": torch.cuda.max_memory_allocated() / 2**30} if torch.cuda.is_initialized() else {})
+
+
 def _first_advantage(rollout: Rollout) -> float | None:
     return None if rollout.advantages is None else float(rollout.advantages[rollout.loss_mask][:1].sum())
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    beside = path.with_name(f".{path.name}.partial")
-    beside.write_bytes(content)
-    os.replace(beside, path)
 
 
 def new_folder(folder: Path) -> Path:

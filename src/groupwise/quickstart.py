@@ -18,10 +18,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from groupwise.arithmetic import build_base_model, problems
+from groupwise.build import fresh_folder
 from groupwise.config import Config, apply
 from groupwise.errors import ConfigError
 from groupwise.evaluate import Scores
-from groupwise.train import Run, fresh_folder, train
+from groupwise.train import Run, train
 
 TRAIN_PROMPTS = 2000
 HELD_OUT_PROMPTS = 256
@@ -73,6 +74,8 @@ def quickstart(
     torch.set_num_threads(THREADS)
     model = base_model(home / "base-models" / f"seed-{seed}", seed, console)
     run = train(configure(seed, algorithm, overrides, model, home), console=console)
+    if run.stopped is not None:
+        return {"run": str(run.folder), "stopped": run.stopped}
     assert run.before is not None and run.after is not None, "the quickstart always evaluates"
     seconds = time.perf_counter() - began
     for group in sample_groups(run.folder):

@@ -67,6 +67,8 @@ class Rollout:
     """float32[T]: of the policy at the start of the update phase, as the learner computes it."""
     ref_logprobs: Floats | None = None
     """float32[T]: of the reference policy."""
+    new_logprobs: Floats | None = None
+    """float32[T]: of the policy after the step's updates, for whoever looks at the run."""
     values: Floats | None = None
     """float32[T]: the critic's estimate before each token is chosen."""
     advantages: Floats | None = None

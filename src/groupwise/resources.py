@@ -133,9 +133,12 @@ def checkpoint_bytes(model: PreTrainedModel, dtype: torch.dtype, *, critic: bool
     return parameter_count(model) * dtype.itemsize * (3 + 3 * critic + reference)
 
 
-def checkpoints_at_once(steps: int, every: int, keep_last: int) -> int:
-    """The most checkpoints that a run has on disk: one is written before the oldest is deleted."""
-    return min(keep_last + 1, math.ceil(steps / every)) if 0 < every < steps else 1
+def checkpoints_at_once(steps: int, every: int, keep_last: int, keep_every: int = 0, keep_best: int = 0) -> int:
+    """The most checkpoints that a run has on disk: one is written before the oldest that is not kept is deleted."""
+    if not 0 < every < steps:
+        return 1
+    spaced = (steps - 1) // math.lcm(every, keep_every) if keep_every else 0
+    return min(keep_last + 1 + spaced + keep_best, math.ceil(steps / every))
 
 
 def free_disk(folder: Path) -> int:

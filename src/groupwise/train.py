@@ -1,87 +1,125 @@
-"""The training loop on one screen (`loop`), its stages, and `train`, which builds what it needs from a `Config`."""
+"""The training loop on one screen (`loop`), its stages, and `train`, which runs it in a run folder."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
 from rich.console import Console
 from torch import Tensor
 
 from groupwise import checkpoint
 from groupwise.algorithms import Algorithm, zero_variance
-from groupwise.chat import Chat
-from groupwise.checks import (
-    Outline,
-    cautions,
-    check_disk,
-    check_folder,
-    check_it_learns,
-    check_memory,
-    data_cautions,
-    outline,
-)
-from groupwise.config import Config, Engine
-from groupwise.curriculum import History
-from groupwise.data import Data, hold_out, load_task, without_held_out
-from groupwise.devices import find_device
-from groupwise.engines import Critic, Learner, Sampler
-from groupwise.engines.local import LocalSampler, load_policy, local_engine
+from groupwise.build import RUNS, Parts, build, fresh_folder
+from groupwise.checkpoint import Checkpoints
+from groupwise.checks import cautions
+from groupwise.config import Config
+from groupwise.engines import Learner
 from groupwise.environment import write_environment
-from groupwise.errors import Findings, GroupwiseError
-from groupwise.evaluate import Scores, evaluate
+from groupwise.errors import CheckpointError, NumericalError
+from groupwise.evaluate import Scores
+from groupwise.files import damage, whole_folder, write_whole
+from groupwise.guards import blaming, cause, poisoned
+from groupwise.interrupt import Stop, Stopped
 from groupwise.log import RunLog, new_folder
 from groupwise.model import save_model
+from groupwise.pending import Pending
 from groupwise.records import Batch, Rollout, collate
 from groupwise.rewards import workers_end
 from groupwise.rollout import play
 from groupwise.seeding import generator
-from groupwise.settling import MOST_SAMPLE_TOKENS, settle
 from groupwise.slots import replace
-from groupwise.tasks import Task, check_prompts, check_task
+from groupwise.tasks import Task
 from groupwise.trackers import open_trackers
 
-RUNS = "runs"
-"""The folder in which runs are made that name none."""
 
+def loop(config: Config, parts: Parts, log: RunLog, start: int = 0, stop: Stop | None = None) -> None:
+    """Steps `start` to `config.steps`: sample groups, credit them, update the policy, publish it.
 
-def loop(config: Config, parts: Parts, log: RunLog, start: int = 0) -> None:
-    """Steps `start` to `config.steps`: sample groups, credit them, update the policy, publish it."""
+    Raises:
+        Stopped: `stop` was asked to; a checkpoint of the steps done is on disk.
+    """
     algorithm, sampler, learner = config.algorithm, parts.sampler, parts.learner
-    for step, rollouts in experience(config, parts, start):  # whole groups, scored
-        log.lap("sample")
-        log.check(rollouts)
-        algorithm = algorithm.adapt(rollouts)  # coefficients that follow a target
-        rollouts = annotate(rollouts, parts, algorithm.needs(config.updates_per_step))  # old / reference log-probs
-        rollouts = algorithm.credit(rollouts)  # rewards -> advantages
-        log.lap("credit")
-        batches = algorithm.batches(rollouts, config.updates_per_step)  # tensors and token weights
-        updates = [update(batch, algorithm, parts) for batch in batches]
-        sampler.load(learner.weights(), version=step + 1)
-        log.lap("update")
-        log.step(step, rollouts, updates)
-        log.diagnose(step + 1)
-        if algorithm.kl is not None and _due(algorithm.kl.refresh_every, step + 1, config.steps):
-            learner.refresh_reference()
-        if _due(config.evaluation.every, step + 1, config.steps):
-            parts.evaluate(config, log, step + 1)
-        if step + 1 == config.steps or _due(config.checkpoint.every, step + 1, config.steps):
-            checkpoint.save(log.folder, step + 1, parts.saved(), algorithm, config.checkpoint.keep_last)
-            log.lap("checkpoint")
+    done, stop = start, stop or Stop()
+    with Checkpoints(log.folder, config.checkpoint, parts.covered) as checkpoints:
+        try:
+            for step, rollouts in experience(config, parts, start):  # whole groups, scored
+                log.lap("sample")
+                parts.check(log, step, rollouts)
+                adapted = algorithm.adapt(rollouts)  # coefficients that follow a target
+                # Old and reference log-probs and the critic's values, where they are needed.
+                rollouts = annotate(rollouts, parts, adapted.needs(config.updates_per_step))
+                rollouts = adapted.credit(rollouts)  # rewards -> advantages
+                log.lap("credit")
+                with stop.held():  # from the first update until it is written down, a step is not interrupted
+                    batches = adapted.batches(rollouts, config.updates_per_step)  # tensors and weights of each update
+                    updates = [
+                        guarded(step, i, batch, rollouts, adapted, parts, log) for i, batch in enumerate(batches)
+                    ]
+                    rollouts = look_back(rollouts, learner) if updates else rollouts  # one group's new log-probs
+                    sampler.load(learner.weights(), version=step + 1)
+                    log.lap("update")
+                    log.step(step, rollouts, updates)
+                    if adapted.kl is not None and _due(adapted.kl.refresh_every, step + 1, config.steps):
+                        learner.refresh_reference()
+                    if parts.history is not None:
+                        parts.history.record(step, rollouts)
+                    done, algorithm = step + 1, adapted
+                log.diagnose(done)
+                score = parts.evaluate(config, log, done) if _due(config.evaluation.every, done, config.steps) else None
+                if done == config.steps or _due(config.checkpoint.every, done, config.steps):
+                    with stop.held():
+                        checkpoints.save(done, parts.saved(), algorithm, None if score is None else score.headline)
+                    log.lap("checkpoint")
+        except Stopped:
+            if done not in (start, checkpoints.newest):
+                checkpoints.save(done, parts.saved(), algorithm, None)
+            checkpoints.wait()
+            raise
+
+
+def guarded(
+    step: int,
+    number: int,
+    batch: Batch,
+    rollouts: Sequence[Rollout],
+    algorithm: Algorithm,
+    parts: Parts,
+    log: RunLog,
+) -> dict[str, float]:
+    """The metrics of an update; none when its loss or gradient was not finite and it may be left out.
+
+    Raises:
+        NumericalError: it was not finite, and may not; the batch is in the run folder.
+    """
+    try:
+        return update(batch, algorithm, parts)
+    except NumericalError as error:
+        found = cause(error.findings, batch, rollouts, parts.learner.weights())
+        log.refuse(step, number, batch, f"{error}; {found}")
+        return {}
 
 
 def update(batch: Batch, algorithm: Algorithm, parts: Parts) -> dict[str, float]:
-    """One optimizer step of the policy, and of the critic if there is one; their metrics."""
-    metrics = parts.learner.update(batch, algorithm.loss, per_token=algorithm.per_token)
-    return metrics if parts.critic is None else metrics | parts.critic.update(batch, algorithm.value_loss)
+    """One optimizer step of the policy, and of the critic if there is one; their metrics.
+
+    Raises:
+        NumericalError: loss or gradient is not finite, with what of which row is to blame; that model is as it was.
+    """
+    learner, critic = parts.learner, parts.critic
+    probe = partial(learner.update, loss=poisoned(algorithm.loss), per_token=algorithm.per_token)
+    with blaming(batch, "the policy's log-prob", learner.logprobs, probe):
+        metrics = learner.update(batch, algorithm.loss, per_token=algorithm.per_token)
+    if critic is None:
+        return metrics
+    probe = partial(critic.update, loss=poisoned(algorithm.value_loss))
+    with blaming(batch, "the critic's value", critic.values, probe):
+        return metrics | critic.update(batch, algorithm.value_loss)
 
 
 def experience(config: Config, parts: Parts, start: int = 0) -> Iterator[tuple[int, list[Rollout]]]:
@@ -91,17 +129,18 @@ def experience(config: Config, parts: Parts, start: int = 0) -> Iterator[tuple[i
         rollouts = _play(config, parts, usual, step, 0)
         if config.algorithm.filter == "dynamic_sampling":
             rollouts = _fill_with_informative_groups(config, parts, step, rollouts)
-        if parts.history is not None:
-            parts.history.record(step, rollouts)
         yield step, rollouts
 
 
 def _play(config: Config, parts: Parts, rows: Sequence[int], step: int, draw: int) -> list[Rollout]:
-    """The scored groups of some rows; with a greedy baseline, every rollout knows what the greedy answer earned.
+    """The scored groups of some rows, kept on disk until a checkpoint covers them where the run has a folder."""
+    sample = partial(_sample, config, parts, rows, step, draw)
+    return sample() if parts.pending is None else parts.pending.recall(step, draw, sample)
 
-    With a curriculum, other rows take the place of those that it skips.
-    """
-    if parts.history is not None:
+
+def _sample(config: Config, parts: Parts, rows: Sequence[int], step: int, draw: int) -> list[Rollout]:
+    """The scored groups of some rows; with a greedy baseline, every rollout knows what the greedy answer earned."""
+    if parts.history is not None:  # with a curriculum, other rows take the place of those that it skips
         rows = parts.history.instead_of(rows, step, draw, config.seed)
     play_rows = partial(play, parts.task, parts.sampler, parts.chat, rows, seed=config.seed, step=step)
     rollouts = play_rows(group_size=config.group_size, sampling=config.sampling, stream=f"train.{draw}")
@@ -164,54 +203,29 @@ def annotate(rollouts: Sequence[Rollout], parts: Parts, needs: Collection[str]) 
     ]
 
 
+def look_back(rollouts: Sequence[Rollout], learner: Learner) -> list[Rollout]:
+    """Fill in `new_logprobs`, after the updates, of the group whose rewards differ most: a single one costs little."""
+    rewards: dict[int, list[float]] = {}
+    for rollout in rollouts:
+        if rollout.valid:
+            rewards.setdefault(rollout.group, []).append(rollout.reward)
+    group = max(rewards, key=lambda group: max(rewards[group]) - min(rewards[group]))
+    batch = collate([rollout for rollout in rollouts if rollout.group == group])
+    rows = iter(learner.logprobs(batch).numpy())
+    return [
+        dataclasses.replace(rollout, new_logprobs=next(rows)[: len(rollout.tokens)])
+        if rollout.group == group
+        else rollout
+        for rollout in rollouts
+    ]
+
+
 def _due(every: int, done: int, total: int) -> bool:
     """Whether something that happens every so many steps (0: only at the end) is due; the end is `train`'s."""
     return every > 0 and done % every == 0 and done < total
 
 
-# Building a run ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a run works with."""
-
-    config: Config
-    """The settings, none of them left open."""
-    task: Task
-    sampler: Sampler
-    learner: Learner
-    chat: Chat
-    held_out: Task | None = None
-    """Prompts for evaluation."""
-    critic: Critic | None = None
-    """Of an algorithm that has one (PPO)."""
-    cautions: tuple[str, ...] = ()
-    """What was unusual about data, memory or disk."""
-    history: History | None = None
-    """How the policy did on each prompt, of a run with a curriculum."""
-    save_adapter: Callable[[Path], None] | None = None
-    """With LoRA: writes the adapter alone, beside the merged model."""
-
-    def saved(self) -> dict[str, checkpoint.Saved]:
-        """What a checkpoint holds, by the name of its folder."""
-        found = {"learner": self.learner, "critic": self.critic, "curriculum": self.history}
-        return {name: part for name, part in found.items() if part is not None}
-
-    def evaluate(self, config: Config, log: RunLog, steps_done: int) -> Scores | None:
-        """Evaluate the policy on the held-out prompts, if there are any, and log it."""
-        if self.held_out is None:
-            return None
-        scores = evaluate(
-            self.held_out,
-            self.sampler,
-            self.chat,
-            sampling=config.evaluation.sampling(config.sampling.max_tokens),
-            samples=config.evaluation.samples,
-            seed=config.seed,
-        )
-        log.evaluation(steps_done, scores)
-        return scores
+# A run in its folder ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -219,10 +233,13 @@ class Run:
     """What a training run leaves."""
 
     folder: Path
-    """config.yaml, environment.json, metrics.jsonl, rollouts/, checkpoints/, and the trained model in model/."""
+    """config.yaml, environment.json, metrics.jsonl, rollouts/, evaluations/, checkpoints/, and the trained model in
+    model/ (with LoRA the adapter alone, too, in adapter/)."""
     before: Scores | None
-    """Held-out scores before the first step (None without `evaluation.data`, or when resumed)."""
+    """Held-out scores before the first step (None without `evaluation.data`, or when resumed after it)."""
     after: Scores | None
+    stopped: str | None = None
+    """By what it was stopped before its end, to be resumed: SIGTERM, SIGINT or the time limit."""
 
 
 @workers_end()
@@ -232,14 +249,18 @@ def train(
     *,
     held_out: Task | None = None,
     resume: Path | None = None,
+    max_seconds: float | None = None,
     console: Console | None = None,
 ) -> Run:
     """Train `config.model` on the task, by default the one that `config.data` and `config.rewards` describe.
 
+    SIGINT and SIGTERM stop it where it can be resumed.
+
     Args:
         task: other prompts and rewards than the configuration's.
         held_out: other held-out prompts than those of `config.evaluation`.
-        resume: a run folder to continue from its newest checkpoint.
+        resume: a run folder to continue from its newest undamaged checkpoint, or from the start if it has none.
+        max_seconds: stop after this time, as a signal would.
         console: where progress is shown; standard error when None.
 
     Raises:
@@ -248,7 +269,7 @@ def train(
     """
     config = config.resolve()
     if resume is not None:
-        checkpoint.newest(resume)  # before a model is loaded: is there anything to continue from?
+        checkpoint.check_run(resume)  # before a model is loaded: is there anything to continue?
     parts = build(config, task, held_out)
     config = parts.config
     name = Path(config.model).name or "model"
@@ -257,181 +278,64 @@ def train(
         folder,
         steps=config.steps,
         headline=parts.task.rewards[0].title,
-        prompt_text=parts.chat.prompt_text,
+        chat=parts.chat,
         console=console,
         max_invalid_fraction=config.max_invalid_fraction,
         trackers=open_trackers(config.trackers, folder, config.model_dump(mode="json")),
+        guards=config.guards,
     )
+    pending = Pending(folder, config.to_yaml(), log.warn)
+    parts = dataclasses.replace(parts, pending=pending)
     for caution in (*cautions(config), *parts.cautions):
         log.warn(caution)
-    start = 0
-    if resume is not None:
-        start, algorithm = checkpoint.restore(folder, parts.saved())
+    before: Scores | None = None
+    try:
+        with Stop(max_seconds) as stop, contextlib.closing(log), contextlib.closing(pending):
+            start, config = _begin(config, log) if resume is None else _continue(config, parts, log)
+            with _way_out(folder):
+                before = parts.evaluate(config, log, 0) if start == 0 else None
+                loop(config, parts, log, start, stop)
+                with stop.held(), whole_folder(folder / "model") as model:
+                    save_model(config.model, parts.learner.weights(), model)
+                if parts.save_adapter is not None:
+                    with stop.held(), whole_folder(folder / "adapter") as adapter:
+                        parts.save_adapter(adapter)
+                return Run(folder, before, parts.evaluate(config, log, config.steps))
+    except Stopped as stopped:
+        log.say(f"stopped by {stopped}; continue with: groupwise train --resume {folder}")
+        return Run(folder, before, None, stopped=str(stopped))
+
+
+def _begin(config: Config, log: RunLog) -> tuple[int, Config]:
+    write_whole(log.folder / "config.yaml", config.to_yaml().encode())
+    write_environment(log.folder)
+    log.say(f"run folder: {log.folder}")
+    return 0, config
+
+
+def _continue(config: Config, parts: Parts, log: RunLog) -> tuple[int, Config]:
+    """Bring everything to where the newest checkpoint has it; the steps done then, and the configuration."""
+    start, found = 0, checkpoint.newest(log.folder, log.warn)
+    if found is not None:
+        start, algorithm = checkpoint.restore(found, parts.saved())
         config = replace(config, algorithm=algorithm)
         parts.sampler.load(parts.learner.weights(), version=start)
-        log.rewind(start)
-        log.say(f"continuing {folder} after step {start}")
-        if start >= config.steps:
-            another = f"--model {folder / 'model'} starts another run from here"
-            log.warn(f"all {config.steps} steps are done already, so nothing is trained; {another}")
-    else:
-        (folder / "config.yaml").write_text(config.to_yaml())
-        write_environment(folder)
-        log.say(f"run folder: {folder}")
-    try:
-        before = parts.evaluate(config, log, 0) if resume is None else None
-        loop(config, parts, log, start)
-        save_model(config.model, parts.learner.weights(), folder / "model")
-        if parts.save_adapter is not None:
-            parts.save_adapter(folder / "adapter")
-        return Run(folder, before, parts.evaluate(config, log, config.steps))
-    finally:
-        log.close()
-
-
-def fresh_folder(home: Path, name: str) -> Path:
-    """A path below `home`, of the time and the name, at which there is nothing yet."""
-    stem = home / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
-    return next(path for i in range(1000) if not (path := Path(f"{stem}-{i}") if i else stem).exists())
-
-
-def build(config: Config, task: Task | None = None, held_out: Task | None = None) -> Parts:
-    """The task, engine and tokenizer of a configuration, checked against each other.
-
-    Raises:
-        GroupwiseError: see `train`.
-    """
-    ready = prepare(config, task, held_out)
-    config = ready.config
-    engine = local_engine(
-        config.model,
-        dtype=config.engine.weights,
-        device=ready.device,
-        max_batch_tokens=config.engine.sample_tokens,
-        microbatch_tokens=config.engine.train_tokens,
-        optimizer=config.optimizer,
-        temperature=config.sampling.temperature,
-        total_updates=config.steps * config.updates_per_step,
-        reference=config.model if "ref_logprobs" in config.algorithm.needs(config.updates_per_step) else None,
-        critic=config.critic_optimizer if config.algorithm.critic is not None else None,
-        entropy=config.algorithm.entropy is not None,
-        gradient_checkpointing=config.engine.gradient_checkpointing,
-        lora=config.lora,
-        seed=config.seed,
-        mixed=config.engine.dtype == "mixed",
-    )
-    return Parts(
-        config=config,
-        task=ready.task,
-        sampler=engine.sampler,
-        learner=engine.learner,
-        critic=engine.critic,
-        chat=Chat(engine.tokenizer, engine.stop_ids),
-        held_out=ready.held_out,
-        cautions=ready.cautions,
-        save_adapter=engine.save_adapter,
-        history=None if config.curriculum is None else History(config.curriculum, ready.task),
-    )
-
-
-class Prepared(NamedTuple):
-    """What `prepare` has read, and found nothing wrong with."""
-
-    config: Config
-    """With every setting that chooses itself chosen."""
-    task: Task
-    held_out: Task | None
-    device: torch.device
-    cautions: tuple[str, ...]
-
-
-def prepare(
-    config: Config, task: Task | None = None, held_out: Task | None = None, *, training: bool = True
-) -> Prepared:
-    """Look at everything that can be known before the model's weights are read.
-
-    Raises:
-        GroupwiseError: every problem, in one message.
-    """
-    findings, device, unusual = Findings(), None, list[str]()
-    known = outline(config.model, findings)
-    with findings:
-        device = device_of(config.engine)
-        config, chosen = settle(config, known, device)
-        if training:
-            unusual += [*chosen, *check_memory(config, known, device)]
-    with findings:
-        task = task or load_task(config.data, config.rewards)
-        if held_out is None and config.evaluation.fraction:
-            check_prompts(task)
-            task, held_out = hold_out(task, config.evaluation.fraction)
-        if training:
-            with findings:
-                task.rows_for_step(0, config.prompts_per_step, config.seed)  # are there enough?
-        task = _checked(config, task, config.data, known)
-    with findings, _of_evaluation():
-        data = config.evaluation.data
-        held_out = load_task(data, config.rewards) if held_out is None and data is not None else held_out
-        if held_out is not None:
-            held_out = _checked(config, held_out, data or config.data, known)
-    if training:
-        folder = Path(config.output or RUNS)
-        with findings:
-            check_it_learns(config, config.rewards if task is None else task.rewards)
-        with findings:
-            check_folder(folder)
-            unusual += check_disk(config, known, folder)
-    findings.settle()
-    assert task is not None and device is not None, "settled"
-    if training:
-        task = task if held_out is None else without_held_out(task, held_out)
-        task.rows_for_step(0, config.prompts_per_step, config.seed)  # still enough without those and the long ones?
-    return Prepared(config, task, held_out, device, (*unusual, *data_cautions(config, task, held_out)))
-
-
-def _checked(config: Config, task: Task, data: Data, known: Outline) -> Task:
-    return check_task(
-        task,
-        known.chat,
-        max_tokens=config.sampling.max_tokens,
-        context=known.context,
-        long_prompts=data.long_prompts,
-    )
+    evaluated = {record["step"] for record in log.rewind(start) if any(name.startswith("eval/") for name in record)}
+    log.say(f"continuing {log.folder} after step {start}")
+    if start >= config.steps:
+        another = f"--model {log.folder / 'model'} starts another run from here"
+        log.warn(f"all {config.steps} steps are done already, so nothing is trained; {another}")
+    if _due(config.evaluation.every, start, config.steps) and start and start not in evaluated:
+        parts.evaluate(config, log, start)  # the run was stopped while it was evaluating
+    return start, config
 
 
 @contextlib.contextmanager
-def _of_evaluation() -> Generator[None]:
-    """What is wrong with held-out data is said of `evaluation.data`."""
+def _way_out(folder: Path) -> Generator[None]:
+    """What goes wrong with the run folder says what is left and how to go on."""
     try:
         yield
-    except GroupwiseError as error:
-        raise type(error)(*map(_held_out_problem, error.args)) from error
-
-
-def _held_out_problem(problem: str) -> str:
-    if problem.startswith("data"):
-        return f"evaluation.{problem}"
-    return f"evaluation.data: {problem}" if problem.startswith("rewards.") else problem
-
-
-def load_sampler(model: str, engine: Engine) -> tuple[Sampler, Chat]:
-    """A sampler for a model that is not to be trained, and its tokenizer.
-
-    Raises:
-        GroupwiseError: the model cannot be loaded, or the engine's device is not there.
-    """
-    policy, tokenizer, stop_ids = load_policy(model, engine.weights, device_of(engine))
-    return LocalSampler(policy, stop_ids, max_batch_tokens=engine.sample_tokens or MOST_SAMPLE_TOKENS), Chat(
-        tokenizer, stop_ids
-    )
-
-
-def device_of(engine: Engine) -> torch.device:
-    """The device that `engine.device` names; also sets the number of CPU threads.
-
-    Raises:
-        ConfigError: there is no such device here.
-    """
-    if engine.threads is not None:
-        torch.set_num_threads(engine.threads)
-    return find_device(engine.device, "engine.device")
+    except CheckpointError as error:
+        good = next((path for path in reversed(checkpoint.complete(folder)) if damage(path) is None), None)
+        state = "there is no checkpoint yet" if good is None else f"the last good state is {good}"
+        raise CheckpointError(f"{error}; {state}; mend this, then `groupwise train --resume {folder}`") from error

@@ -25,6 +25,9 @@ Each metric is a float[2] tensor, (sum, count).  Loss and metrics add up over mi
 this divides by nothing, and the mean of a metric is its sum over its count once everything is added.
 """
 
+Snapshot = Callable[[Path], None]
+"""A copy of a state, as what writes it into an empty folder; may be called from another thread."""
+
 ValueLossFn = Callable[[Tensor, Batch], Tensor]
 """(critic values [B, T], batch) -> the critic's loss as a sum."""
 
@@ -143,12 +146,12 @@ class Learner(Protocol):
         """Make the policy as it is now the reference."""
         ...
 
-    def save(self, path: Path) -> None:
-        """Write everything needed to continue exactly: weights, optimizer, schedule."""
+    def snapshot(self) -> Snapshot:
+        """A copy of everything needed to continue exactly: weights, optimizer, schedule.  Later updates leave it."""
         ...
 
     def restore(self, path: Path) -> None:
-        """Continue from what `save` wrote."""
+        """Continue from what a snapshot wrote."""
         ...
 
 
@@ -163,10 +166,10 @@ class Critic(Protocol):
         """One optimizer step on the sum of `loss` over the batch; its metrics begin with `critic/`."""
         ...
 
-    def save(self, path: Path) -> None:
-        """Write everything needed to continue exactly."""
+    def snapshot(self) -> Snapshot:
+        """A copy of everything needed to continue exactly."""
         ...
 
     def restore(self, path: Path) -> None:
-        """Continue from what `save` wrote."""
+        """Continue from what a snapshot wrote."""
         ...

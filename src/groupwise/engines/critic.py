@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from groupwise.engines import Optimizer, ValueLossFn
-from groupwise.engines.steps import Steps, distinct, restore_weights, save_weights
+from groupwise.engines import Optimizer, Snapshot, ValueLossFn
+from groupwise.engines.steps import Steps, all_of, copied, distinct, restore_weights, weights_file
 from groupwise.head import at_tokens
 from groupwise.packing import Forward
 from groupwise.records import Batch
@@ -58,7 +58,7 @@ class LocalCritic:
         """See `Critic.update`.
 
         Raises:
-            GroupwiseError: loss or gradient is not finite; nothing was changed.
+            NumericalError: loss or gradient is not finite; nothing was changed.
         """
 
         def accumulate() -> float:
@@ -72,14 +72,12 @@ class LocalCritic:
 
         return {f"critic/{name}": value for name, value in self._steps.take(accumulate).items()}
 
-    def save(self, path: Path) -> None:
-        """Write `critic.safetensors` and the optimizer's state into the folder `path`."""
-        path.mkdir(parents=True, exist_ok=True)
-        save_weights(self._weights(), path / "critic.safetensors")
-        self._steps.save(path)
+    def snapshot(self) -> Snapshot:
+        """The weights and the optimizer's state, as they are now."""
+        return all_of(weights_file("critic.safetensors", copied(self._weights())), self._steps.snapshot())
 
     def restore(self, path: Path) -> None:
-        """Continue from what `save` wrote.
+        """Continue from what a snapshot wrote.
 
         Raises:
             CheckpointError: a file is missing, or is not that of this critic.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.engines import Completion, LossFn, Request, Sampling
+from groupwise.engines import Completion, LossFn, Request, Sampling, Snapshot
 from groupwise.records import Batch, Ints
 
 Script = Callable[[Ints, int], Sequence[int]]
@@ -87,11 +87,15 @@ class RecordingLearner:
     def refresh_reference(self) -> None:
         """Nothing: the reference, too, has never moved."""
 
-    def save(self, path: Path) -> None:
-        """Write the number of updates into the folder `path`."""
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "updates").write_text(str(self.updates), encoding="utf-8")
+    def snapshot(self) -> Snapshot:
+        """The number of updates so far."""
+        count = str(self.updates)
+
+        def write(path: Path) -> None:
+            (path / "updates").write_text(count, encoding="utf-8")
+
+        return write
 
     def restore(self, path: Path) -> None:
-        """Continue counting from what `save` wrote."""
+        """Continue counting from what a snapshot wrote."""
         self.updates = int((path / "updates").read_text(encoding="utf-8"))

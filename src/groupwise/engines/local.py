@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, starmap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,9 +22,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from groupwise.adapters import Lora, adapted, attach, merged, save_adapter, switched_off, trained
 from groupwise.decoding import Decoding, attention_windows, prefill
 from groupwise.drawing import Drawn
-from groupwise.engines import Completion, LossFn, Optimizer, Request, Sampling
+from groupwise.engines import Completion, LossFn, Optimizer, Request, Sampling, Snapshot
 from groupwise.engines.critic import LocalCritic
-from groupwise.engines.steps import Steps, distinct, restore_weights, save_weights
+from groupwise.engines.steps import Steps, all_of, copied, distinct, restore_weights, weights_file
 from groupwise.errors import GroupwiseError, ModelError
 from groupwise.folding import Folded, is_lean
 from groupwise.head import at_tokens, learn, products, score
@@ -323,7 +323,7 @@ class LocalLearner:
         A batch without rows is a step with zero gradient: AdamW's averages, and with them the weights, move on.
 
         Raises:
-            GroupwiseError: loss or gradient is not finite; weights and optimizer are as they were.
+            NumericalError: loss or gradient is not finite; weights and optimizer are as they were.
         """
         sums: dict[str, Tensor] = {}
 
@@ -373,31 +373,32 @@ class LocalLearner:
                 tensor.copy_(policy[name])
         self._refreshed = True
 
-    def save(self, path: Path) -> None:
-        """Write what is trained, the optimizer's state and, if it has moved, the reference into the folder `path`."""
-        path.mkdir(parents=True, exist_ok=True)
-        save_weights(*self._trained(path))
+    def snapshot(self) -> Snapshot:
+        """What is trained, the optimizer's state and, if it has moved, the reference; as they are now."""
+        name, weights = self._trained()
+        files = {name: copied(weights)}
         if self._refreshed:
-            save_weights(distinct(self._reference_model().state_dict()), path / REFERENCE)
-        self._steps.save(path)
+            files[REFERENCE] = copied(distinct(self._reference_model().state_dict()))
+        return all_of(*starmap(weights_file, files.items()), self._steps.snapshot())
 
     def restore(self, path: Path) -> None:
-        """Continue from what `save` wrote; the optimizer's settings stay those given here.
+        """Continue from what a snapshot wrote; the optimizer's settings stay those given here.
 
         Raises:
             CheckpointError: a file is missing, or is not that of this model.
         """
-        restore_weights(*self._trained(path))
+        name, weights = self._trained()
+        restore_weights(weights, path / name)
         self._refreshed = (path / REFERENCE).is_file()
         if self._refreshed:
             restore_weights(distinct(self._reference_model().state_dict()), path / REFERENCE)
         self._steps.restore(path)
 
-    def _trained(self, path: Path) -> tuple[Iterator[tuple[str, Tensor]], Path]:
-        """The tensors that training changes, and their file."""
+    def _trained(self) -> tuple[str, Iterator[tuple[str, Tensor]]]:
+        """The file of the tensors that training changes, and those."""
         if self._adapted:
-            return trained(self._model), path / "adapter.safetensors"
-        return self.weights(), path / "model.safetensors"
+            return "adapter.safetensors", trained(self._model)
+        return "model.safetensors", self.weights()
 
     @contextlib.contextmanager
     def _reference_policy(self) -> Generator[Forward]:

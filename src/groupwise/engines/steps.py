@@ -13,8 +13,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from groupwise.engines import Optimizer
-from groupwise.errors import CheckpointError, GroupwiseError
+from groupwise.engines import Optimizer, Snapshot
+from groupwise.errors import CheckpointError, NumericalError
 
 # What json, safetensors and torch raise about a file that is missing, cut short or not theirs.
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, pickle.UnpicklingError, safetensors.SafetensorError)
@@ -50,7 +50,7 @@ class Steps:
             `loss`, `grad_norm` (before clipping) and `learning_rate`.
 
         Raises:
-            GroupwiseError: loss or gradient is not finite; weights and optimizer are as they were.
+            NumericalError: loss or gradient is not finite; weights and optimizer are as they were.
         """
         self._adamw.zero_grad(set_to_none=True)
         loss = accumulate()
@@ -60,9 +60,8 @@ class Steps:
         norm = float(nn.utils.clip_grad_norm_(self._parameters, self._settings.max_grad_norm))
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._adamw.zero_grad(set_to_none=True)
-            raise GroupwiseError(
-                f"update {self._updates}: the loss is {loss} and the norm of its gradient {norm}; nothing was "
-                "changed. Lower optimizer.learning_rate, or set engine.dtype: float32"
+            raise NumericalError(
+                f"the loss is {loss} and the norm of its gradient {norm}; nothing was changed", grad_norm=norm
             )
         rate = self._settings.learning_rate * schedule(self._settings, self._updates, self._total_updates)
         for group in self._adamw.param_groups:
@@ -72,13 +71,19 @@ class Steps:
         self._updates += 1
         return {"loss": loss, "grad_norm": norm, "learning_rate": rate}
 
-    def save(self, path: Path) -> None:
-        """Write `optimizer.pt` and `updates.json` into the folder `path`."""
-        torch.save(self._adamw.state_dict()["state"], path / "optimizer.pt")
-        (path / "updates.json").write_text(json.dumps({"updates": self._updates}))
+    def snapshot(self) -> Snapshot:
+        """AdamW's averages and the number of updates, as they are now: `optimizer.pt` and `updates.json`."""
+        state = {index: dict(copied(of.items())) for index, of in self._adamw.state_dict()["state"].items()}
+        updates = json.dumps({"updates": self._updates})
+
+        def write(path: Path) -> None:
+            torch.save(state, path / "optimizer.pt")
+            (path / "updates.json").write_text(updates)
+
+        return write
 
     def restore(self, path: Path) -> None:
-        """Continue from what `save` wrote; the settings stay those given here.
+        """Continue from what a snapshot wrote; the settings stay those given here.
 
         Raises:
             CheckpointError: a file is missing or damaged.
@@ -93,14 +98,39 @@ class Steps:
         self._updates = updates
 
 
-def save_weights(weights: Iterable[tuple[str, Tensor]], file: Path) -> None:
-    """Write tensors to a safetensors file."""
-    tensors = {name: tensor.contiguous() for name, tensor in weights}
-    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+def copied(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors of their own on the CPU."""
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+
+
+def weights_file(name: str, tensors: dict[str, Tensor]) -> Snapshot:
+    """These tensors as a safetensors file of this name; it refuses to write what nobody should continue from.
+
+    Raises:
+        CheckpointError: when written, if a tensor is not finite.
+    """
+
+    def write(path: Path) -> None:
+        for weight, tensor in tensors.items():
+            if not bool(tensor.isfinite().all()):
+                raise CheckpointError(f"{path / name}: the weight {weight} is not finite, so it is not saved")
+        safetensors.torch.save_file(tensors, path / name, metadata={"format": "pt"})
+
+    return write
+
+
+def all_of(*snapshots: Snapshot) -> Snapshot:
+    """Several snapshots as one."""
+
+    def write(path: Path) -> None:
+        for snapshot in snapshots:
+            snapshot(path)
+
+    return write
 
 
 def restore_weights(weights: Iterable[tuple[str, Tensor]], file: Path) -> None:
-    """Copy what `save_weights` wrote into tensors of the same names, in place: others may hold the same tensors.
+    """Copy what `weights_file` wrote into tensors of the same names, in place: others may hold the same tensors.
 
     Raises:
         CheckpointError: the file is missing, damaged, or that of another model.

@@ -1,0 +1,243 @@
+"""What a run works with (`Parts`), built from a `Config` after everything knowable was checked (`prepare`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from groupwise.chat import Chat
+from groupwise.checkpoint import Saved
+from groupwise.checks import Outline, check_disk, check_folder, check_it_learns, check_memory, data_cautions, outline
+from groupwise.config import Config, Engine
+from groupwise.curriculum import History
+from groupwise.data import Data, hold_out, load_task, without_held_out
+from groupwise.devices import find_device
+from groupwise.engines import Critic, Learner, Sampler
+from groupwise.engines.local import LocalSampler, load_policy, local_engine
+from groupwise.errors import Findings, GroupwiseError, RewardError
+from groupwise.evaluate import Scores, evaluate
+from groupwise.guards import check_finite
+from groupwise.log import RunLog
+from groupwise.pending import Pending
+from groupwise.records import Rollout
+from groupwise.settling import MOST_SAMPLE_TOKENS, settle
+from groupwise.tasks import Task, check_prompts, check_task
+
+RUNS = "runs"
+"""The folder in which runs are made that name none."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run works with."""
+
+    config: Config
+    """The settings, none of them left open."""
+    task: Task
+    sampler: Sampler
+    learner: Learner
+    chat: Chat
+    held_out: Task | None = None
+    """Prompts for evaluation."""
+    critic: Critic | None = None
+    """Of an algorithm that has one (PPO)."""
+    cautions: tuple[str, ...] = ()
+    """What was unusual about data, memory or disk."""
+    history: History | None = None
+    """How the policy did on each prompt, of a run with a curriculum."""
+    save_adapter: Callable[[Path], None] | None = None
+    """With LoRA: writes the adapter alone, beside the merged model."""
+    pending: Pending | None = None
+    """Where sampled groups are kept until a checkpoint covers them."""
+
+    def check(self, log: RunLog, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Refuse rewards that cannot be trusted; their groups are not kept, for the rewards have to be asked again.
+
+        Raises:
+            RewardError: see `RunLog.check` and `check_finite`.
+        """
+        try:
+            log.check(rollouts)
+            check_finite(step, rollouts)
+        except RewardError:
+            if self.pending is not None:
+                self.pending.forget_step(step)
+            raise
+
+    def covered(self, steps_done: int) -> None:
+        """A checkpoint of these steps is on disk."""
+        if self.pending is not None:
+            self.pending.forget(steps_done)
+
+    def saved(self) -> dict[str, Saved]:
+        """What a checkpoint holds, by the name of its folder."""
+        found = {"learner": self.learner, "critic": self.critic, "curriculum": self.history}
+        return {name: part for name, part in found.items() if part is not None}
+
+    def evaluate(self, config: Config, log: RunLog, steps_done: int) -> Scores | None:
+        """Evaluate the policy on the held-out prompts, if there are any, and log it."""
+        if self.held_out is None:
+            return None
+        scores = evaluate(
+            self.held_out,
+            self.sampler,
+            self.chat,
+            sampling=config.evaluation.sampling(config.sampling.max_tokens),
+            samples=config.evaluation.samples,
+            seed=config.seed,
+        )
+        log.evaluation(steps_done, scores)
+        return scores
+
+
+def fresh_folder(home: Path, name: str) -> Path:
+    """A path below `home`, of the time and the name, at which there is nothing yet."""
+    stem = home / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+    return next(path for i in range(1000) if not (path := Path(f"{stem}-{i}") if i else stem).exists())
+
+
+def build(config: Config, task: Task | None = None, held_out: Task | None = None) -> Parts:
+    """The task, engine and tokenizer of a configuration, checked against each other.
+
+    Raises:
+        GroupwiseError: see `train`.
+    """
+    ready = prepare(config, task, held_out)
+    config = ready.config
+    engine = local_engine(
+        config.model,
+        dtype=config.engine.weights,
+        device=ready.device,
+        max_batch_tokens=config.engine.sample_tokens,
+        microbatch_tokens=config.engine.train_tokens,
+        optimizer=config.optimizer,
+        temperature=config.sampling.temperature,
+        total_updates=config.steps * config.updates_per_step,
+        reference=config.model if "ref_logprobs" in config.algorithm.needs(config.updates_per_step) else None,
+        critic=config.critic_optimizer if config.algorithm.critic is not None else None,
+        entropy=config.algorithm.entropy is not None,
+        gradient_checkpointing=config.engine.gradient_checkpointing,
+        lora=config.lora,
+        seed=config.seed,
+        mixed=config.engine.dtype == "mixed",
+    )
+    return Parts(
+        config=config,
+        task=ready.task,
+        sampler=engine.sampler,
+        learner=engine.learner,
+        critic=engine.critic,
+        chat=Chat(engine.tokenizer, engine.stop_ids),
+        held_out=ready.held_out,
+        cautions=ready.cautions,
+        save_adapter=engine.save_adapter,
+        history=None if config.curriculum is None else History(config.curriculum, ready.task),
+    )
+
+
+class Prepared(NamedTuple):
+    """What `prepare` has read, and found nothing wrong with."""
+
+    config: Config
+    """With every setting that chooses itself chosen."""
+    task: Task
+    held_out: Task | None
+    device: torch.device
+    cautions: tuple[str, ...]
+
+
+def prepare(
+    config: Config, task: Task | None = None, held_out: Task | None = None, *, training: bool = True
+) -> Prepared:
+    """Look at everything that can be known before the model's weights are read.
+
+    Raises:
+        GroupwiseError: every problem, in one message.
+    """
+    findings, device, unusual = Findings(), None, list[str]()
+    known = outline(config.model, findings)
+    with findings:
+        device = device_of(config.engine)
+        config, chosen = settle(config, known, device)
+        if training:
+            unusual += [*chosen, *check_memory(config, known, device)]
+    with findings:
+        task = task or load_task(config.data, config.rewards)
+        if held_out is None and config.evaluation.fraction:
+            check_prompts(task)
+            task, held_out = hold_out(task, config.evaluation.fraction)
+        if training:
+            with findings:
+                task.rows_for_step(0, config.prompts_per_step, config.seed)  # are there enough?
+        task = _checked(config, task, config.data, known)
+    with findings, _of_evaluation():
+        data = config.evaluation.data
+        held_out = load_task(data, config.rewards) if held_out is None and data is not None else held_out
+        if held_out is not None:
+            held_out = _checked(config, held_out, data or config.data, known)
+    if training:
+        folder = Path(config.output or RUNS)
+        with findings:
+            check_it_learns(config, config.rewards if task is None else task.rewards)
+        with findings:
+            check_folder(folder)
+            unusual += check_disk(config, known, folder)
+    findings.settle()
+    assert task is not None and device is not None, "settled"
+    if training:
+        task = task if held_out is None else without_held_out(task, held_out)
+        task.rows_for_step(0, config.prompts_per_step, config.seed)  # still enough without those and the long ones?
+    return Prepared(config, task, held_out, device, (*unusual, *data_cautions(config, task, held_out)))
+
+
+def _checked(config: Config, task: Task, data: Data, known: Outline) -> Task:
+    return check_task(
+        task,
+        known.chat,
+        max_tokens=config.sampling.max_tokens,
+        context=known.context,
+        long_prompts=data.long_prompts,
+    )
+
+
+@contextlib.contextmanager
+def _of_evaluation() -> Generator[None]:
+    """What is wrong with held-out data is said of `evaluation.data`."""
+    try:
+        yield
+    except GroupwiseError as error:
+        raise type(error)(*map(_held_out_problem, error.args)) from error
+
+
+def _held_out_problem(problem: str) -> str:
+    if problem.startswith("data"):
+        return f"evaluation.{problem}"
+    return f"evaluation.data: {problem}" if problem.startswith("rewards.") else problem
+
+
+def load_sampler(model: str, engine: Engine) -> tuple[Sampler, Chat]:
+    """A sampler for a model that is not to be trained, and its tokenizer.
+
+    Raises:
+        GroupwiseError: the model cannot be loaded, or the engine's device is not there.
+    """
+    policy, tokenizer, stop_ids = load_policy(model, engine.weights, device_of(engine))
+    sampler = LocalSampler(policy, stop_ids, max_batch_tokens=engine.sample_tokens or MOST_SAMPLE_TOKENS)
+    return sampler, Chat(tokenizer, stop_ids)
+
+
+def device_of(engine: Engine) -> torch.device:
+    """The device that `engine.device` names; also sets the number of CPU threads.
+
+    Raises:
+        ConfigError: there is no such device here.
+    """
+    if engine.threads is not None:
+        torch.set_num_threads(engine.threads)
+    return find_device(engine.device, "engine.device")

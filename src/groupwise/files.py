@@ -1,0 +1,128 @@
+"""Files that are whole or absent: written beside, synced to disk and renamed; and how one says that it is not whole.
+
+write_whole(path, content)        one file
+with whole_folder(path) as new:   a folder with a manifest: the size and SHA-256 of each of its files
+damage(path)                      which file of such a folder is not what was written
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Generator
+from pathlib import Path
+
+import safetensors
+
+from groupwise.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FAILURES = (OSError, RuntimeError, safetensors.SafetensorError)
+"""What a full or failing disk raises through Python, torch and safetensors."""
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Generator[None]:
+    """What goes wrong with the disk inside is said of `path`.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    try:
+        yield
+    except FAILURES as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or repr(error)
+        raise CheckpointError(
+            f"{path}: cannot be written: {reason}; is the disk full, or the folder read-only?"
+        ) from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that a reader, and whoever comes after a crash, finds the old content or the new.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    beside = path.with_name(f".{path.name}.partial")
+    with writing(path):
+        with beside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+        sync(path.parent)
+
+
+def append(path: Path, line: str) -> None:
+    """Add a line to a file and sync it.
+
+    Raises:
+        CheckpointError: it cannot be written; the line may then be there in part.
+    """
+    with writing(path), path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def whole_folder(target: Path) -> Generator[Path]:
+    """A new folder to fill, which gets a manifest and then takes the place of `target`.
+
+    Raises:
+        CheckpointError: it cannot be written; what was at `target` is still there.
+    """
+    beside, before = (target.with_name(f".{target.name}.{word}") for word in ("partial", "before"))
+    try:
+        with writing(target):
+            shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir(parents=True)
+            yield beside
+            files = sorted(path for path in beside.rglob("*") if path.is_file())
+            manifest = {path.relative_to(beside).as_posix(): _fingerprint(path) for path in files}
+            (beside / MANIFEST).write_text(json.dumps(manifest, indent=1))
+            for path in [*beside.rglob("*"), beside]:
+                sync(path)
+            shutil.rmtree(before, ignore_errors=True)
+            if target.exists():
+                target.rename(before)
+            beside.rename(target)
+            sync(target.parent)
+            shutil.rmtree(before, ignore_errors=True)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def damage(folder: Path) -> str | None:
+    """Which file of a folder that `whole_folder` wrote is missing or not what was written; None when it is whole."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        for name, expected in manifest.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{path} is missing"
+            found = _fingerprint(path)
+            if found["bytes"] != expected["bytes"]:
+                return f"{path} has {found['bytes']} bytes instead of {expected['bytes']}"
+            if found != expected:
+                return f"{path} is not what was written (its SHA-256 differs)"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{folder / MANIFEST} cannot be read: {error!r}"
+    return None
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or a folder's entries are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _fingerprint(path: Path) -> dict[str, int | str]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
