@@ -248,8 +248,11 @@ def _without_effect(config: Config) -> Iterator[tuple[bool, str]]:
         "engine.dtype: bfloat16 holds the weights themselves in bfloat16: small optimizer steps round away "
         "(1e-6 nearly always); use float32 unless memory forbids",
     )
-    for path, every in (("evaluation.every", config.evaluation.every), ("checkpoint.every", config.checkpoint.every)):
-        yield every > config.steps, f"{path}: {every} is never reached in steps: {config.steps}; only the end counts"
+    for path, slot in (("evaluation.every", config.evaluation), ("checkpoint.every", config.checkpoint)):
+        yield (
+            slot.every > config.steps and "every" in _changed(slot),
+            f"{path}: {slot.every} is never reached in steps: {config.steps}; only the end counts",
+        )
     for name in sorted({"keep_last", "keep_every", "keep_best"} & _changed(config.checkpoint)):
         yield (
             config.checkpoint.every == 0,
