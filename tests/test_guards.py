@@ -164,7 +164,8 @@ def test_an_update_may_be_left_out_and_is_counted(toys: Path, tmp_path: Path, mo
     assert first == metrics(whole, timings=False)[0]
     assert second["skipped_updates"] == 1
     assert "loss" not in second
-    assert sampled(folder, 2) == sampled(whole, 2)
+    without = [[{**row, "new_logprobs": None} for row in sampled(one, 2)] for one in (folder, whole)]
+    assert without[0] == without[1], "all but what the update would have made of them"
     saved = [safetensors.torch.load_file(path / "learner" / "model.safetensors") for path in complete(folder)]
     assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0]), "the second update was left out"
 

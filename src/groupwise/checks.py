@@ -252,8 +252,11 @@ def _without_effect(config: Config) -> Iterator[tuple[bool, str]]:
         config.curriculum is not None and config.group_size == 1,
         "curriculum takes every prompt for always or never solved when group_size is 1",
     )
-    for path, every in (("evaluation.every", config.evaluation.every), ("checkpoint.every", config.checkpoint.every)):
-        yield every > config.steps, f"{path}: {every} is never reached in steps: {config.steps}; only the end counts"
+    for path, slot in (("evaluation.every", config.evaluation), ("checkpoint.every", config.checkpoint)):
+        yield (
+            slot.every > config.steps and "every" in _changed(slot),
+            f"{path}: {slot.every} is never reached in steps: {config.steps}; only the end counts",
+        )
     for name in sorted({"keep_last", "keep_every", "keep_best"} & _changed(config.checkpoint)):
         yield (
             config.checkpoint.every == 0,
