@@ -19,6 +19,7 @@ from toys import terminal, toy_config, toy_folder, toy_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from groupwise.build import Parts, build, load_sampler
 from groupwise.cli import app
 from groupwise.config import Config, Engine
 from groupwise.diagnosis import RULES, Evidence, diagnose, read_run
@@ -28,7 +29,7 @@ from groupwise.engines.local import LocalSampler, load_policy
 from groupwise.errors import CheckpointError, ConfigError, ModelError
 from groupwise.rewards import as_rewards
 from groupwise.tasks import Task, read_rows
-from groupwise.train import Parts, build, load_sampler, train
+from groupwise.train import train
 
 # -------------------------------------------------------------------------------------------------- runs that are built
 

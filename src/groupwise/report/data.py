@@ -14,6 +14,7 @@ import numpy as np
 
 from groupwise.algorithms import Algorithm
 from groupwise.config import Config
+from groupwise.diagnosis import diagnose, read_run
 from groupwise.errors import CheckpointError
 from groupwise.evaluate import confidence_interval
 from groupwise.explain import LEGEND, differences, equations
@@ -110,6 +111,7 @@ def overview(run: RunFolder) -> Json:
         "held_out": list(_held_out(evaluations)),
         "hardest": _hardest(rollouts),
         "steps": [one.step for one in rollouts],
+        "findings": [finding.as_dict() for finding in diagnose(read_run(run.folder))],
         "formula": [list(line) for line in equations(run.config.algorithm)],
         "legend": LEGEND,
     }
