@@ -103,7 +103,7 @@ SETTINGS: dict[str, Mistake] = {
     "more updates than groups": setting(
         "updates_per_step=9", "9", "set it to at most prompts_per_step: 4", "or raise that"
     ),
-    "an unknown dtype": setting("engine.dtype=float16", "'float16'", "'bfloat16'", "the default is float32"),
+    "an unknown dtype": setting("engine.dtype=float16", "'float16'", "'bfloat16'", "the default is auto"),
     "a device that is not there": Mistake(
         [*training(), "engine.device=cuda:99"],
         "engine.device",

@@ -134,7 +134,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_continues_exactly(tmp_path: Pa
     whole, first, second = fresh(), fresh(), fresh()
     for learner in (whole, whole, first):
         learner.update(ragged_groups(), weighted_sum)
-    first.save(tmp_path)
+    first.snapshot()(tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"adapter.safetensors", "optimizer.pt", "updates.json"}
     second.restore(tmp_path)
     second.update(ragged_groups(), weighted_sum)

@@ -373,6 +373,7 @@ def test_a_row_whose_tests_are_broken_is_not_valid(tests: str, why: str) -> None
 
 @NEEDS_BWRAP
 def test_a_sandbox_that_fails_is_not_the_programs_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Code, "in_process", True, raising=False)  # a worker would not see the next patch
     reward = as_rewards(Code(limits=QUICK))
     check_rewards(reward, [{"tests": TESTS}], lambda row: "?")
     real = sandbox.start
@@ -385,6 +386,7 @@ def test_a_sandbox_that_fails_is_not_the_programs_fault(monkeypatch: pytest.Monk
 
 def test_without_a_sandbox_nothing_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox._obstacle.cache_clear()
+    monkeypatch.setattr(Code, "in_process", True, raising=False)  # a worker has a PATH of its own
     monkeypatch.setenv("PATH", "/nowhere")
     try:
         with pytest.raises(RewardError, match=r"apt install bubblewrap.*sandbox: none"):

@@ -101,8 +101,8 @@ def test_what_was_measured_survives_saving(tmp_path: Path) -> None:
     one, other = history(), history()
     for step in range(3):
         one.record(step, [*answered(step, [1.0, 0.0, 0.0], group=0), *answered(5, [0.0] * 3, group=1)])
-    one.save(tmp_path / "curriculum")
-    other.restore(tmp_path / "curriculum")
+    one.snapshot()(tmp_path)
+    other.restore(tmp_path)
     assert other.seen == one.seen
     assert other.skips(5, 3)
 

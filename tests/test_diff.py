@@ -43,7 +43,7 @@ def test_settings_are_named_and_the_first_token_that_differs(runs: Path) -> None
     code, lines = diff(runs / "first", runs / "other")
     assert code == 1
     assert lines[0] == "setting seed: 1 and 2"
-    assert lines[1].startswith("step 1: rollout 0 (group 0): tokens[1]: ")  # tokens[0] is the prompt
+    assert lines[1].startswith("step 1: rollout 0 (group 0): tokens[0]: ")  # another prompt
 
 
 def change_rollouts(run: Path, name: str, change: Any) -> None:

@@ -20,7 +20,7 @@ import pytest
 from bwrap import NEEDS_BWRAP
 
 from groupwise.errors import RewardError
-from groupwise.rewards import bubblewrap, sandbox
+from groupwise.rewards import bubblewrap, sandbox, workers_end
 from groupwise.rewards.bubblewrap import SandboxError
 from groupwise.rewards.sandbox import Limits, Result, require, run
 from groupwise.rewards.seccomp import seccomp_filter
@@ -65,6 +65,13 @@ def descendants() -> list[int]:
     while more := {pid for pid, parent in parents.items() if parent in below} - below:
         below |= more
     return sorted(below - {os.getpid()})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_reward_workers() -> None:
+    """They would be among the descendants."""
+    with workers_end():
+        pass
 
 
 def assert_soon(condition: Any, seconds: float = 5) -> None:

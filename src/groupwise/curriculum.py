@@ -103,7 +103,7 @@ class History:
         return lambda path: write_whole(path / "history.json", content.encode())
 
     def restore(self, path: Path) -> None:
-        """Read back what `save` wrote."""
+        """Continue from what a snapshot wrote."""
         found = json.loads((path / "history.json").read_text())
         self.seen = {name: Seen(**seen) for name, seen in found.items()}
 
