@@ -37,6 +37,9 @@ from groupwise.slots import replace
 from groupwise.tasks import Task
 from groupwise.trackers import open_trackers
 
+LOOK_BACK_EVERY = 10
+"""Steps between two at which a group is read again after the update, for the report to show what the update did."""
+
 
 def loop(config: Config, parts: Parts, log: RunLog, start: int = 0, stop: Stop | None = None) -> None:
     """Steps `start` to `config.steps`: sample groups, credit them, update the policy, publish it.
@@ -61,7 +64,8 @@ def loop(config: Config, parts: Parts, log: RunLog, start: int = 0, stop: Stop |
                     updates = [
                         guarded(step, i, batch, rollouts, adapted, parts, log) for i, batch in enumerate(batches)
                     ]
-                    rollouts = look_back(rollouts, learner) if updates else rollouts  # one group's new log-probs
+                    if updates and step % LOOK_BACK_EVERY == 0:
+                        rollouts = look_back(rollouts, learner)  # one group's new log-probs
                     sampler.load(learner.weights(), version=step + 1)
                     log.lap("update")
                     log.step(step, rollouts, updates)
