@@ -147,6 +147,10 @@ def run_case(case: Case) -> dict[str, Run]:
         wanted, error = (
             (statistics.fmean(runs["ours"].length), 0.5) if case.shape.ragged else (case.shape.completion, 0)
         )
+        if (
+            system == "trl batching"
+        ):  # its generation has no least length, so it may do less work; it is no faster for it
+            continue
         assert SMOKE or abs(seen - wanted) <= error * wanted, f"{case.title}, {system}: {seen} tokens, not {wanted}"
     return runs
 

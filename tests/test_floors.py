@@ -18,9 +18,9 @@ DIAGNOSIS_RULES = ("of_rewards", "of_completions", "of_updates")
 FLOORS = (
     {"errors", "records", "seeding", "slots", "devices", "hub", "environment", "files", "interrupt"},
     {"advantages", "shaping", "weights", "losses", "penalties", "model", "model_files", "resources", "head"}
-    | {"adapters", "folding", "lean", "decoding", "drawing", "packing", "guards", "pending"},
+    | {"adapters", "folding", "lean", "decoding", "drawing", "attention", "packing", "guards", "pending"},
     {"algorithms", "presets", "chat", "engines", "trackers", "trackers.tensorboard", "trackers.wandb"},
-    {"rollout", "tasks", "columns", "data", "rewards", "checkpoint"}
+    {"rollout", "tasks", "columns", "data", "rewards", "checkpoint", "surplus"}
     | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
     {"train", "build", "checks", "settling", "evaluate", "log", "config", "curriculum", "explain"}
     | {"report", "report.completions", "report.data", "report.watch"}
@@ -45,7 +45,7 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "lean": {"decoding", "folding"},
     "engines.critic": {"engines.steps"},
     "engines.local": {"engines.steps", "engines.critic"},
-    "packing": {"model"},
+    "packing": {"attention", "model"},
     "model": {"model_files"},
     "presets": {"algorithms"},
     "tasks": {"rewards"},

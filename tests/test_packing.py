@@ -13,7 +13,7 @@ from models import ARCHITECTURES, tiny_folder, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from groupwise import packing
+from groupwise import attention
 from groupwise.engines import Optimizer
 from groupwise.engines.local import LocalLearner
 from groupwise.head import token_logprobs
@@ -135,7 +135,7 @@ def test_a_model_whose_packed_rows_differ_is_padded_and_says_so(
 
     model, batch = tiny_model("qwen3"), ragged_groups()
     expected, _ = token_logprobs(model, batch.tokens, batch.lengths, batch.loss_mask, 1.0, entropy=False)
-    monkeypatch.setattr(packing, "_flash", blind)
+    monkeypatch.setattr(attention, "_flash", blind)
     learner = LocalLearner(model, Optimizer(), temperature=1.0, microbatch_tokens=10**6, total_updates=1)
     with caplog.at_level(logging.WARNING):
         found = learner.logprobs(batch)
@@ -152,7 +152,7 @@ def test_the_model_is_left_as_it_was_even_by_an_error() -> None:
     def fail() -> None:
         with forward.microbatches(ragged_groups(), 100) as parts:
             next(parts)
-            assert model.config._attn_implementation == packing.NAME
+            assert model.config._attn_implementation == attention.NAME
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

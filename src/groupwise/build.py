@@ -27,6 +27,7 @@ from groupwise.log import RunLog
 from groupwise.pending import Pending
 from groupwise.records import Rollout
 from groupwise.settling import MOST_SAMPLE_TOKENS, settle
+from groupwise.surplus import Surplus
 from groupwise.tasks import Task, check_prompts, check_task
 
 RUNS = "runs"
@@ -51,6 +52,8 @@ class Parts:
     """What was unusual about data, memory or disk."""
     history: History | None = None
     """How the policy did on each prompt, of a run with a curriculum."""
+    surplus: Surplus | None = None
+    """What dynamic sampling drew too much, where the algorithm samples so."""
     save_adapter: Callable[[Path], None] | None = None
     """With LoRA: writes the adapter alone, beside the merged model."""
     pending: Pending | None = None
@@ -70,6 +73,13 @@ class Parts:
                 self.pending.forget_step(step)
             raise
 
+    def remember(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """A step is done: what it showed of its prompts, and what it left over."""
+        if self.history is not None:
+            self.history.record(step, rollouts)
+        if self.surplus is not None:
+            self.surplus.advance()
+
     def covered(self, steps_done: int) -> None:
         """A checkpoint of these steps is on disk."""
         if self.pending is not None:
@@ -77,7 +87,7 @@ class Parts:
 
     def saved(self) -> dict[str, Saved]:
         """What a checkpoint holds, by the name of its folder."""
-        found = {"learner": self.learner, "critic": self.critic, "curriculum": self.history}
+        found = {"learner": self.learner, "critic": self.critic, "curriculum": self.history, "surplus": self.surplus}
         return {name: part for name, part in found.items() if part is not None}
 
     def evaluate(self, config: Config, log: RunLog, steps_done: int) -> Scores | None:
@@ -138,6 +148,7 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
         cautions=ready.cautions,
         save_adapter=engine.save_adapter,
         history=None if config.curriculum is None else History(config.curriculum, ready.task),
+        surplus=Surplus() if config.algorithm.filter == "dynamic_sampling" else None,
     )
 
 

@@ -34,6 +34,7 @@ from groupwise.rewards import workers_end
 from groupwise.rollout import play
 from groupwise.seeding import generator
 from groupwise.slots import replace
+from groupwise.surplus import Surplus
 from groupwise.tasks import Task
 from groupwise.trackers import open_trackers
 
@@ -71,8 +72,7 @@ def loop(config: Config, parts: Parts, log: RunLog, start: int = 0, stop: Stop |
                     log.step(step, rollouts, updates)
                     if adapted.kl is not None and _due(adapted.kl.refresh_every, step + 1, config.steps):
                         learner.refresh_reference()
-                    if parts.history is not None:
-                        parts.history.record(step, rollouts)
+                    parts.remember(step, rollouts)
                     done, algorithm = step + 1, adapted
                 log.diagnose(done)
                 score = parts.evaluate(config, log, done) if _due(config.evaluation.every, done, config.steps) else None
@@ -165,21 +165,34 @@ def _against_greedy(rollout: Rollout, greedy: Rollout) -> Rollout:
 def _fill_with_informative_groups(config: Config, parts: Parts, step: int, rollouts: list[Rollout]) -> list[Rollout]:
     """DAPO's dynamic sampling (arXiv:2503.14476): draw more prompts until `prompts_per_step` groups can teach.
 
-    Groups that cannot are kept for the metrics; `Algorithm.batches` leaves them out.  Informative groups beyond the
-    number wanted are dropped.
+    What the step before left over comes first; then as many prompts are drawn as it takes at the share of groups that
+    could teach so far, `sampling_rounds` times at most.  Groups that cannot teach are kept for the metrics;
+    `Algorithm.batches` leaves them out.  Informative groups beyond the number wanted are left to the next step.
     """
+    wanted, surplus = config.prompts_per_step, parts.surplus or Surplus()
+    for group in surplus.groups[: wanted - len(_informative_groups(rollouts))]:
+        rollouts = _joined(rollouts, group)
+    drawn = wanted
     for draw in range(1, config.sampling_rounds):
         informative = _informative_groups(rollouts)
-        drawn = max(rollout.group for rollout in rollouts) + 1
-        missing = config.prompts_per_step - len(informative)
+        missing = wanted - len(informative)
         if missing <= 0:
             break
-        wanted = math.ceil(missing * drawn / max(len(informative), 1))
+        more = math.ceil(missing * drawn / max(len(informative), 1))
         order = generator(config.seed, "more prompts", step, draw).permutation(len(parts.task.rows))
-        more = _play(config, parts, order[: min(wanted, config.prompts_per_step)].tolist(), step, draw)
-        rollouts = rollouts + [dataclasses.replace(rollout, group=rollout.group + drawn) for rollout in more]
-    surplus = set(_informative_groups(rollouts)[config.prompts_per_step :])
-    return [rollout for rollout in rollouts if rollout.group not in surplus]
+        rows = order[: min(more, wanted)].tolist()
+        rollouts = _joined(rollouts, _play(config, parts, rows, step, draw))
+        drawn += len(rows)
+    beyond = _informative_groups(rollouts)[wanted:]
+    surplus.leave([[rollout for rollout in rollouts if rollout.group == group] for group in beyond])
+    return [rollout for rollout in rollouts if rollout.group not in set(beyond)]
+
+
+def _joined(rollouts: list[Rollout], more: Sequence[Rollout]) -> list[Rollout]:
+    """More groups behind others, numbered on from them."""
+    first = max(rollout.group for rollout in rollouts) + 1
+    numbers = {group: first + i for i, group in enumerate(dict.fromkeys(rollout.group for rollout in more))}
+    return rollouts + [dataclasses.replace(rollout, group=numbers[rollout.group]) for rollout in more]
 
 
 def _informative_groups(rollouts: Sequence[Rollout]) -> list[int]:
@@ -189,21 +202,30 @@ def _informative_groups(rollouts: Sequence[Rollout]) -> list[int]:
 
 
 def annotate(rollouts: Sequence[Rollout], parts: Parts, needs: Collection[str]) -> list[Rollout]:
-    """Fill in what is needed of `old_logprobs`, `ref_logprobs` and `values`, before any update moves the policy."""
-    if not needs:
+    """Fill in what is needed of `old_logprobs`, `ref_logprobs` and `values`, before any update moves the policy.
+
+    For groups that an older policy sampled, the old policy is that one: its log-probs are those of the sampler.
+    """
+    stale = len({rollout.policy_version for rollout in rollouts}) > 1
+    if not needs and not stale:
         return list(rollouts)
     batch = collate(rollouts)
     known: dict[str, Tensor] = {}
-    if "old_logprobs" in needs:
+    if "old_logprobs" in needs or stale:
         known["old_logprobs"] = parts.learner.logprobs(batch)
     if "ref_logprobs" in needs:
         known["ref_logprobs"] = parts.learner.logprobs(batch, reference=True)
     if "values" in needs:
         assert parts.critic is not None, "build makes a critic when the algorithm has one"
         known["values"] = parts.critic.values(batch)
-    return [
+    newest = max(rollout.policy_version for rollout in rollouts)
+    filled = (
         dataclasses.replace(rollout, **{name: rows[i, : len(rollout.tokens)].numpy() for name, rows in known.items()})
         for i, rollout in enumerate(rollouts)
+    )
+    return [
+        dataclasses.replace(rollout, old_logprobs=rollout.logprobs) if rollout.policy_version < newest else rollout
+        for rollout in filled
     ]
 
 
