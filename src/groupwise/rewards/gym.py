@@ -76,8 +76,8 @@ def gym_rows(name: str, split: str, options: Mapping[str, Any], size: int | None
 @lru_cache(maxsize=128)
 def _maker(made_by: str) -> Any:
     try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
+        import reasoning_gym  # pyright: ignore[reportMissingImports]
+        from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise DataError(
             "data.path: gym: needs the package reasoning-gym; install it with pip install 'groupwise[gym]'"
