@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -48,15 +49,25 @@ def model_of(name: str) -> PreTrainedModel:
     return model
 
 
-def answers(model: PreTrainedModel, lean: bool, budget: int = 10**6, stop: range = range(STOP, STOP + 1)) -> list[Any]:
+def answers(
+    model: PreTrainedModel,
+    lean: bool,
+    budget: int = 10**6,
+    stop: range = range(STOP, STOP + 1),
+    counts: Sequence[int] = (3, 3, 3, 3, 3),
+    falls_back: bool = False,
+) -> list[Any]:
     sampler = LocalSampler(model, stop, max_batch_tokens=budget)
     sampler._lean = lean
     rng = np.random.default_rng(0)
+    lengths = (4, 9, 9, 1, 5) * (len(counts) // 5)
     asked = [
-        Request(rng.integers(0, VOCABULARY, length).astype(np.int32), tuple(key(number, i) for i in range(3)))
-        for number, length in enumerate((4, 9, 9, 1, 5))
+        Request(rng.integers(0, VOCABULARY, length).astype(np.int32), tuple(key(number, i) for i in range(count)))
+        for number, (length, count) in enumerate(zip(lengths, counts, strict=True))
     ]
-    return [answer for group in sampler.sample(asked, Sampling(max_tokens=24)) for answer in group]
+    found = [answer for group in sampler.sample(asked, Sampling(max_tokens=24)) for answer in group]
+    assert falls_back or sampler._lean == lean, "the short way was given up"
+    return found
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -89,6 +100,16 @@ def test_groups_that_enter_when_others_have_left_draw_the_same_tokens(
     for short, long in zip(found, answers(model, lean=False, stop=range(12)), strict=True):
         np.testing.assert_array_equal(short.tokens, long.tokens)
         np.testing.assert_allclose(short.logprobs, long.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [10**6, 300])
+@pytest.mark.parametrize("counts", [(1,) * 20, (2, 1) * 10, (1, 4, 2, 1, 3) * 4], ids=["alone", "two", "mixed"])
+def test_rows_that_take_the_places_of_others_stay_with_their_own_prompt(counts: tuple[int, ...], budget: int) -> None:
+    model = model_of("qwen3")
+    short, long = (answers(model, lean, budget, range(12), counts) for lean in (True, False))
+    for one, other in zip(short, long, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
 def test_a_prompt_runs_once_and_its_keys_are_held_once_for_its_group() -> None:
@@ -133,7 +154,7 @@ def test_new_weights_are_taken_up_without_being_told() -> None:
         np.testing.assert_array_equal(short.tokens, long.tokens)
 
 
-def test_a_difference_is_noticed_in_the_first_step_and_does_no_harm(
+def test_a_difference_is_noticed_in_the_first_completions_and_does_no_harm(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = model_of("llama")
@@ -141,7 +162,7 @@ def test_a_difference_is_noticed_in_the_first_step_and_does_no_harm(
     right = LeanDecoding._attend
     monkeypatch.setattr(LeanDecoding, "_attend", lambda *arguments: right(*arguments) * 1.01)
     with caplog.at_level(logging.WARNING):
-        found = answers(model, lean=True)
+        found = answers(model, lean=True, falls_back=True)
     assert "the long way is taken" in caplog.text
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)

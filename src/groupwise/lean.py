@@ -175,7 +175,7 @@ class LeanDecoding:
     def _by_group(self, rows: Tensor) -> Tensor:
         """[B K, r, X] -> [N K, M r, X]; what stands in the places of rows that are not there does not matter."""
         (groups, members), keys = self._table.shape, self._weights.key_heads
-        if groups == len(rows) // keys:
+        if self._aligned and members == 1:
             return rows
         grouped = (
             rows.view(groups, members, keys, *rows.shape[1:])
@@ -187,7 +187,7 @@ class LeanDecoding:
     def _by_row(self, grouped: Tensor) -> Tensor:
         """[N K, M r, X] -> [B K, r, X]"""
         (groups, members), keys = self._table.shape, self._weights.key_heads
-        if groups == len(self):
+        if self._aligned and members == 1:
             return grouped
         rows = grouped.view(groups, keys, members, -1, grouped.shape[2]).transpose(1, 2)
         if not self._aligned:
