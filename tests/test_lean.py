@@ -112,6 +112,15 @@ def test_rows_that_take_the_places_of_others_stay_with_their_own_prompt(counts: 
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
+def test_what_lay_in_the_memory_before_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("qwen3")
+    expected = answers(model, False, 200, range(12))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(float("nan")))
+    for one, other in zip(answers(model, True, 200, range(12)), expected, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+
+
 def test_a_prompt_runs_once_and_its_keys_are_held_once_for_its_group() -> None:
     model = model_of("llama")
     decoding = LeanDecoding(model, Folded(model, 20), most=4, budget=1000, group=3)

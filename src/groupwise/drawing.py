@@ -17,6 +17,9 @@ from groupwise import seeding
 from groupwise.head import entropy_of
 from groupwise.records import Floats, Ints
 
+SUMMED_AT_ONCE = 4096
+"""The largest vocabulary whose probabilities are added up in one go; what two levels cost is mostly dispatch."""
+
 
 class Drawn:
     """The tokens of C completions, drawn a step at a time for some of them."""
@@ -102,11 +105,14 @@ def _truncate(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def _invert(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """int64[B]: first a block of the vocabulary, then a token in it.
+    """int64[B]: the token at which the cumulative distribution passes the uniform.
 
-    A cumulative sum over a large vocabulary loses small probabilities in float32 and is slow in float64; two levels
-    of about sqrt(V) sums are exact and cheap.
+    A cumulative sum over a large vocabulary loses small probabilities in float32 and is slow in float64; there two
+    levels of about sqrt(V) sums, first a block of the vocabulary and then a token in it, are exact and cheap.
     """
+    if probs.shape[1] <= SUMMED_AT_ONCE:
+        edges = probs.cumsum(-1, dtype=torch.float64)
+        return _first_above(edges, uniforms * edges[:, -1])
     width = math.isqrt(probs.shape[1] - 1) + 1
     blocks = functional.pad(probs, (0, -probs.shape[1] % width)).unflatten(1, (-1, width))
     edges = blocks.sum(-1, dtype=torch.float64).cumsum(-1)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
@@ -46,8 +47,10 @@ class LeanDecoding:
         """
         self._model, self._weights, self._most, self._budget = model, weights, most, budget
         self._capacity = max(group, budget // (most + 1))
-        # [layers, 2, rows K, R, E].  Memory that no row ever writes is never taken from the machine.
-        self._own = torch.empty(len(weights.layers), 2, self._capacity * weights.key_heads, most, weights.head_size)
+        # [layers, 2, rows K, R, E].  A slot that a row does not see still has to be finite; and unlike torch.zeros,
+        # numpy.zeros takes no memory from the machine for what no row ever writes.
+        slots = (len(weights.layers), 2, self._capacity * weights.key_heads, most, weights.head_size)
+        self._own = torch.from_numpy(np.zeros(slots, dtype=np.float32))
         self._reset()
 
     def __len__(self) -> int:
