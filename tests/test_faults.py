@@ -7,6 +7,8 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -129,6 +131,22 @@ def test_when_every_checkpoint_is_damaged_nothing_is_touched(ended: Path) -> Non
     with pytest.raises(CheckpointError, match=r"every checkpoint is damaged: .*step-00006.*step-00002.*start this run"):
         resume(ended)
     assert {path: path.read_bytes() for path in ended.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_in_which_another_process_is_training_is_left_alone(ended: Path) -> None:
+    hold = (
+        "import pathlib, sys, time\nfrom groupwise.files import alone\n"
+        "with alone(pathlib.Path(sys.argv[1])):\n    print(1, flush=True)\n    time.sleep(99)"
+    )
+    with subprocess.Popen([sys.executable, "-c", hold, str(ended)], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"1\n"
+        before = {path: path.read_bytes() for path in ended.rglob("*") if path.is_file()}
+        with pytest.raises(CheckpointError, match="another process is training in it; wait for that run"):
+            resume(ended)
+        assert {path: path.read_bytes() for path in ended.rglob("*") if path.is_file()} == before
+        other.kill()
+    resume(ended)
 
 
 def test_a_full_disk_while_saving_names_the_last_good_state(

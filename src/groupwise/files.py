@@ -3,11 +3,13 @@
 write_whole(path, content)        one file
 with whole_folder(path) as new:   a folder with a manifest: the size and SHA-256 of each of its files
 damage(path)                      which file of such a folder is not what was written
+with alone(path):                 no other process may hold this folder meanwhile
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -112,6 +114,24 @@ def damage(folder: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{folder / MANIFEST} cannot be read: {error!r}"
     return None
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Generator[None]:
+    """Hold a folder: two runs that write into one would mix their steps.  The lock goes with the process, however it
+    ends, and holds on one machine; on another it depends on the file system.
+
+    Raises:
+        CheckpointError: another process holds it.
+    """
+    with (folder / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"{folder}: another process is training in it; wait for that run, stop it, or take another folder"
+            ) from None
+        yield
 
 
 def sync(path: Path) -> None:

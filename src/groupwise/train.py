@@ -23,7 +23,7 @@ from groupwise.engines import Learner
 from groupwise.environment import write_environment
 from groupwise.errors import CheckpointError, NumericalError
 from groupwise.evaluate import Scores
-from groupwise.files import damage, whole_folder, write_whole
+from groupwise.files import alone, damage, whole_folder, write_whole
 from groupwise.guards import blaming, cause, poisoned
 from groupwise.interrupt import Stop, Stopped
 from groupwise.log import RunLog, new_folder
@@ -316,7 +316,7 @@ def train(
         log.warn(caution)
     before: Scores | None = None
     try:
-        with Stop(max_seconds) as stop, contextlib.closing(log), contextlib.closing(pending):
+        with Stop(max_seconds) as stop, contextlib.closing(log), contextlib.closing(pending), alone(folder):
             start, config = _begin(config, log) if resume is None else _continue(config, parts, log)
             with _way_out(folder):
                 before = parts.evaluate(config, log, 0) if start == 0 else None
