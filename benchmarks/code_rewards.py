@@ -140,8 +140,8 @@ def main() -> None:
     ways = [[name, f"{statistics.median(one) * 1e3:.1f} ms"] for name, one in taken.items()]
     text = (
         f"{CALLS:,} rewards through {WORKERS} worker processes, each with 1 s of processor time and 4 s on the clock, "
-        f"took {seconds:.0f} s: **{CALLS / seconds:.1f} a second**. Every one came back with the reward it should have, and "
-        "no process was left. Slow and hostile ones are a tenth of the calls and most of the time.\n\n"
+        f"took {seconds:.0f} s: **{CALLS / seconds:.1f} a second**. Every one came back with the reward it should "
+        "have, and no process was left. Slow and hostile ones are a tenth of the calls and most of the time.\n\n"
         + table(("kind", "calls", "reward"), kinds)
         + f"\n\nOne at a time, a program that adds two numbers, medians of {ROUNDS} interleaved rounds:\n\n"
         + table(("", "per call"), ways)
