@@ -512,6 +512,51 @@ MACHINE: dict[str, Mistake] = {
         "pass no others",
     ),
 }
+EVAL = ["eval", "model", "--data", "rows.jsonl", "--reward", "mine.py:low", "sampling.max_tokens=4"]
+EVALUATION: dict[str, Mistake] = {
+    "a number of samples that is none": Mistake(
+        [*EVAL, "--k", "1,x"], "--k", "'x'", "accepted: numbers from 1 to 1024", "as in --k 1,4,16"
+    ),
+    "no samples": Mistake([*EVAL, "--k", "0"], "--k", "'0'", "accepted: numbers from 1 to 1024", "as in --k 1,4,16"),
+    "samples that are all the same": Mistake(
+        [*EVAL, "--k", "4", "evaluation.temperature=0"],
+        "evaluation.temperature",
+        "0",
+        "use a value above 0",
+        "leave --k away for the greedy answer alone",
+    ),
+    "the temperature of a greedy answer": Mistake(
+        [*EVAL, "evaluation.temperature=0.5"],
+        "evaluation.temperature",
+        "has no effect without --k",
+        "accepted: data, rewards",
+        "add --k 1",
+    ),
+    "the temperature of training": Mistake(
+        [*EVAL, "--k", "4", "sampling.temperature=0.5"],
+        "sampling.temperature",
+        "is that of training",
+        "accepted: data, rewards",
+        "use evaluation.temperature",
+    ),
+    "a category that is not there": Mistake(
+        [*EVAL, "--by", "answr"], "--by", "answr", "accepted: prompt, answer", "did you mean answer?"
+    ),
+    "a model to compare with that is not there": Mistake(
+        [*EVAL, "--against", "./modle"],
+        "./modle",
+        "there is no such folder",
+        FOLDER,
+        "a hub id such as Qwen/Qwen3-0.6B",
+    ),
+    "a longest held-out completion without room": Mistake(
+        [*training(), "evaluation.data.path=rows.jsonl", "evaluation.max_tokens=64"],
+        "evaluation.data.long_prompts",
+        "32 of 32 prompts are too long",
+        "with evaluation.max_tokens 64 passes the model's context of 64",
+        "lower evaluation.max_tokens",
+    ),
+}
 GROUPS: Mapping[str, Mapping[str, Mistake]] = {
     "Settings": SETTINGS,
     "The algorithm": ALGORITHMS,
@@ -520,5 +565,6 @@ GROUPS: Mapping[str, Mapping[str, Mistake]] = {
     "Rewards": REWARDS,
     "The model": MODELS,
     "The run folder and the machine": MACHINE,
+    "Evaluation": EVALUATION,
 }
 MISTAKES = {f"{group}: {did}": mistake for group, mistakes in GROUPS.items() for did, mistake in mistakes.items()}

@@ -82,7 +82,7 @@ def made_scores(chat: Chat, rights: Sequence[bool]) -> Scores:
     ]
     mean = sum(rights) / len(rights)
     means = {"math_answer": mean, "format": 0.5}
-    return Scores(mean, (mean, mean), means, {1: mean}, len(rights), 10.0, 0.0, rollouts)
+    return Scores({"greedy": np.array(rights, dtype=float)}, range(len(rights)), means, 10.0, 0.0, rollouts)
 
 
 def made_run(folder: Path, *, steps: int = STEPS, of: int | None = None, **changes: Any) -> Path:

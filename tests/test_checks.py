@@ -299,7 +299,11 @@ EFFECTLESS: list[tuple[dict[str, Any], str]] = [
     ({"checkpoint": {"every": 999}}, "checkpoint.every: 999 is never reached in steps: 100"),
     ({"checkpoint": {"every": 0, "keep_last": 9}}, "checkpoint.keep_last has no effect with checkpoint.every: 0"),
     ({"checkpoint": {"every": 0, "keep_every": 9}}, "checkpoint.keep_every has no effect with checkpoint.every: 0"),
-    ({"checkpoint": {"every": 5, "keep_best": 1}}, "checkpoint.keep_best has no effect without evaluation.every"),
+    ({"checkpoint": {"every": 5, "keep_best": 1}}, "checkpoint.keep_best has no effect: no checkpoint has a score"),
+    (
+        {"checkpoint": {"every": 30, "keep_best": 1}, "evaluation": {"data": {"path": "x"}, "every": 40}},
+        "checkpoint.keep_best has no effect: no checkpoint has a score",
+    ),
     ({"optimizer": {"warmup_updates": 999}}, "optimizer.warmup_updates: 999 is more than the run's 100 updates"),
     ({"critic_optimizer": {"learning_rate": 1e-4}}, "critic_optimizer has no effect without algorithm.critic"),
 ]

@@ -142,60 +142,7 @@ def test_resuming_takes_no_other_settings(groupwise: Groupwise) -> None:
     assert refused.err.startswith("groupwise: run: not a run folder (it has no config.yaml); pass the folder that")
 
 
-# ---------------------------------------------------------------------------------------- eval, sample, config, others
-
-
-def test_a_model_is_evaluated(groupwise: Groupwise) -> None:
-    done = groupwise("eval", "model", "--data", "rows.jsonl", "--reward", "mine.py:low", "sampling.max_tokens=4")
-    assert done.code == 0
-    lines = [line.rsplit(maxsplit=1)[0].strip() for line in done.out.splitlines()]
-    assert lines[0] == "low"
-    assert "95% interval of low" in done.out
-    assert "(32 prompts)" in done.out
-    assert "pass@1" in done.out
-
-
-def test_a_run_is_evaluated_with_pass_at_k(groupwise: Groupwise) -> None:
-    assert groupwise("train", "run.yaml", "optimizer.learning_rate=1e-2", "steps=20").code == 0
-    question = ["--data", "rows.jsonl", "--reward", "mine.py:low", "-k", "4", "sampling.max_tokens=4", "--json"]
-    done = groupwise("eval", "run", *question)
-    assert done.code == 0
-    result = last_json(done)
-    assert result["prompts"] == 32
-    assert 0 < result["pass@1"] < result["pass@2"] < result["pass@4"] <= 1
-    assert result["headline"] == result["mean/low"] == pytest.approx(result["pass@1"])
-    assert result["interval"][0] < result["headline"] < result["interval"][1]
-    assert last_json(groupwise("eval", "run/model", *question)) == result
-    assert last_json(groupwise("eval", "model", *question)) != result
-
-
-def test_json_has_no_nan(groupwise: Groupwise) -> None:
-    sometimes = "def f(rollout):\n    return 1.0 if rollout.text == '' or 'boxed' in rollout.text else 0 / 0\n"
-    Path("picky.py").write_text(sometimes)
-    question = ["--data", "rows.jsonl", "--reward", "picky.py:f", "sampling.max_tokens=4"]
-    done = groupwise("eval", "model", *question, "--json")
-    assert done.code == 0
-    assert last_json(done)["mean/f"] is None
-    assert "NaN" not in done.out
-    assert (
-        "warning: 32 of 32 completions have no reward and count as 0: rewards.f: raised ZeroDivisionError" in done.err
-    )
-
-
-def test_the_run_of_an_evaluation_has_to_have_ended(groupwise: Groupwise) -> None:
-    Path("run").mkdir()
-    Path("run/config.yaml").write_text("model: x")
-    refused = groupwise("eval", "run", "--data", "rows.jsonl", "--reward", "mine.py:low")
-    assert refused.code == 2
-    assert "run: a run without a trained model; finish it with `groupwise train --resume run`" in refused.err
-
-
-def test_a_temperature_without_effect_is_refused(groupwise: Groupwise) -> None:
-    question = ["eval", "model", "--data", "rows.jsonl", "--reward", "mine.py:low", "sampling.max_tokens=4"]
-    refused = groupwise(*question, "sampling.temperature=0.5")
-    assert refused.code == 2
-    assert "use evaluation.temperature" in refused.err
-    assert groupwise(*question, "evaluation.temperature=0.5").code == 0
+# ---------------------------------------------------------------------------------------------- sample, config, others
 
 
 def test_a_model_is_asked(groupwise: Groupwise) -> None:

@@ -17,7 +17,7 @@ import pytest
 import typer
 import yaml
 from torch import Tensor
-from toys import REWARD, toy_config, toy_folder, toy_rows
+from toys import toy_config, toy_folder, toy_rows
 
 from groupwise.cli import app
 from groupwise.config import Config, read_yaml
@@ -159,9 +159,9 @@ def test_every_metric_of_a_run_is_documented_and_every_documented_metric_is_in_a
         config = toy_config(
             tmp_path,
             algorithm=algorithm,
-            rewards=[REWARD, {"use": sometimes, "trial": False}],
+            rewards=["exact_match", {"use": sometimes, "trial": False}],
             steps=2,
-            evaluation={"data": {"path": str(tmp_path / "rows.jsonl"), "limit": 4}},
+            evaluation={"data": {"path": str(tmp_path / "rows.jsonl"), "limit": 4}, "samples": 2, "temperature": 1.0},
             checkpoint={"every": 1},
             guards={"max_skipped_updates": 2},
             output=str(tmp_path / f"run-{number}"),

@@ -18,14 +18,15 @@ DIAGNOSIS_RULES = ("of_rewards", "of_completions", "of_updates")
 FLOORS = (
     {"errors", "records", "seeding", "slots", "devices", "hub", "environment", "files", "interrupt"},
     {"advantages", "shaping", "weights", "losses", "penalties", "model", "model_files", "resources", "head"}
-    | {"adapters", "folding", "lean", "decoding", "drawing", "attention", "packing", "guards", "pending"},
+    | {"adapters", "folding", "lean", "decoding", "drawing", "attention", "packing", "guards", "pending"}
+    | {"statistics"},
     {"algorithms", "presets", "chat", "engines", "trackers", "trackers.tensorboard", "trackers.wandb"},
     {"rollout", "tasks", "columns", "data", "rewards", "checkpoint", "surplus"}
     | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
     {"train", "build", "checks", "settling", "evaluate", "log", "config", "curriculum", "explain"}
     | {"report", "report.completions", "report.data", "report.watch"}
     | {"diagnosis", *(f"diagnosis.{name}" for name in ("evidence", "findings", *DIAGNOSIS_RULES))},
-    {"cli", "quickstart", "arithmetic", "check_reward", "diff", "report.cli", "diagnosis.cli"}
+    {"cli", "eval_cli", "quickstart", "arithmetic", "check_reward", "diff", "report.cli", "diagnosis.cli"}
     | {"foreign", "foreign.roll", "foreign.roll_algorithm", "foreign.trl", "foreign.trl_algorithm", "foreign.cli"},
 )
 SURFACE = {"", "__main__"}  # groupwise/__init__.py gathers the public names; nothing of ours imports it
@@ -61,7 +62,7 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "settling": {"config", "checks"},
     "build": {"config", "checks", "settling", "curriculum", "evaluate", "log"},
     "train": {"config", "build", "checks", "evaluate", "log"},
-    "report.data": {"config", "diagnosis", "evaluate", "explain", "report.completions"},
+    "report.data": {"config", "diagnosis", "explain", "report.completions"},
     "report": {"report.completions", "report.data"},
     "report.watch": {"report", "report.completions", "report.data"},
     "quickstart": {"arithmetic"},
@@ -70,7 +71,7 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "foreign.trl_algorithm": {"foreign"},
     "foreign.trl": {"foreign", "foreign.trl_algorithm"},
     "foreign.cli": {"foreign", "foreign.roll", "foreign.trl"},
-    "cli": {"check_reward", "quickstart", "diff", "foreign.cli", "report.cli", "diagnosis.cli"},
+    "cli": {"check_reward", "quickstart", "diff", "eval_cli", "foreign.cli", "report.cli", "diagnosis.cli"},
 }
 # An engine knows tensors and requests, never an algorithm, a task or the loop.
 ENGINES_MAY_IMPORT = {
@@ -108,6 +109,7 @@ EXTRAS |= {
 }
 # The mathematics can be read and tested with one array library.
 ONLY = {
+    "statistics": {"numpy"},
     "advantages": {"numpy", "pydantic"},
     "shaping": {"numpy", "pydantic"},
     "penalties": {"torch", "pydantic"},

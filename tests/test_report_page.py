@@ -5,6 +5,7 @@ Chromium is driven headless, offline; every request that leaves the page's own a
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 import threading
@@ -15,9 +16,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-from runs import GROUP, PROMPTS, STEPS, TRAP, WRONG, grow, long_run, made_log, made_run
+from runs import GROUP, PROMPTS, STEPS, TRAP, WRONG, grow, long_run, made_log, made_run, made_scores
 
 from groupwise.report import page, write_report
 from groupwise.report.data import RunFolder, overview
@@ -117,6 +119,19 @@ def test_every_metric_that_moves_has_a_curve_with_a_point_for_each_step(view: Op
     assert [len(re.findall("[ML]", path or "")) for path in paths] == [STEPS] * 4
     assert page.locator("#curves .dot").count() == 2  # the held-out evaluations
     assert "Entropy 0.7" in text_of(page, "#curves > .note")  # what never changed is said in words
+
+
+def test_evaluations_of_several_samples_have_curves_of_pass_and_majority(view: Open, tmp_path: Path) -> None:
+    folder = made_run(tmp_path / "run", steps=3)
+    log = made_log(folder, 3)
+    for step, mean in ((1, 0.25), (2, 0.5)):
+        figures = {name: np.full(4, mean) for name in ("mean@4", "pass@2", "pass@4", "maj@4")}
+        log.evaluation(step, dataclasses.replace(made_scores(log.chat, [True] * 4), per_prompt=figures))
+    page = view(write_report([folder], folder / "report.html").as_uri())
+    charts = page.locator("#curves figure", has_text=re.compile("Held-out .*@"))
+    assert charts.locator("h3").all_inner_texts() == ["Held-out pass@4", "Held-out maj@4"]
+    paths = [curve.get_attribute("d") or "" for curve in charts.locator(".curve").all()]
+    assert [len(re.findall("[ML]", path)) for path in paths] == [2, 2]
 
 
 def test_the_pointer_on_a_curve_says_its_values(view: Open, report: str) -> None:

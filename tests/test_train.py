@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 from collections.abc import Callable, Sequence
 from io import StringIO
@@ -253,6 +254,38 @@ def test_evaluations_are_records_before_during_and_after(straight: Run) -> None:
     assert straight.after is not None
     assert records[0]["eval/starts_low"] == straight.before.headline
     assert records[-1]["eval/starts_low"] == straight.after.headline
+
+
+def test_a_scheduled_evaluation_has_sampling_settings_of_its_own(toys: Path, tmp_path: Path) -> None:
+    held_out = {"data": {"path": str(toys / "rows.jsonl"), "limit": 8}, "every": 1}
+    drawn = {"samples": 3, "temperature": 0.7, "max_tokens": 2}
+    console, screen = terminal()
+    config = toy_config(
+        toys, output=str(tmp_path / "run"), steps=2, evaluation={**held_out, **drawn}, rewards=["exact_match"]
+    )
+    run = train(config, console=console)
+    records = metrics(run.folder)
+    evaluations = [record for record in records if "reward" not in record]
+    at_k = {f"eval/{kind}@{k}" for kind in ("pass", "maj") for k in (1, 2)}
+    assert [set(record) for record in evaluations] == [
+        {"step", "eval/exact_match", "eval/completion_length", *at_k}
+    ] * 3
+    assert all(record["eval/completion_length"] <= 2 < records[1]["completion_length"] for record in evaluations)
+    assert run.after is not None
+    assert len(run.after.rollouts) == 24
+    assert "pass@2" in screen.getvalue()
+
+
+def test_the_mean_of_the_samples_is_the_score_of_a_checkpoint(toys: Path, tmp_path: Path) -> None:
+    held_out = {"data": {"path": str(toys / "rows.jsonl")}, "every": 1, "samples": 4, "temperature": 1.0}
+    keep = {"every": 1, "keep_last": 1, "keep_best": 1}
+    run = quietly(toy_config(toys, output=str(tmp_path / "run"), steps=6, evaluation=held_out, checkpoint=keep))
+    means = {r["step"]: r["eval/starts_low"] for r in metrics(run.folder) if "reward" not in r and 0 < r["step"] < 6}
+    kept = {int(path.name.removeprefix("step-")) for path in (run.folder / "checkpoints").iterdir()}
+    best = max(means, key=lambda step: (means[step], step))  # of equals the later
+    assert kept == {best, 6}
+    state = json.loads((run.folder / "checkpoints" / f"step-{best:05d}" / "state.json").read_text())
+    assert state["score"] == means[best]
 
 
 def test_every_completion_is_kept(straight: Run) -> None:

@@ -334,6 +334,10 @@ METRICS = {
     },
     "Evaluations": {
         "eval/<name>": "Mean of one reward function on the held-out prompts, where it had an opinion.",
+        "eval/pass@<k>": "The chance that one of k samples is right (more than 0.5 of the first reward): "
+        "`1 - C(n - c, k) / C(n, k)`, for k = 1, 2, 4, ...; only with `evaluation.samples` above 1, as the next.",
+        "eval/maj@<k>": "The chance that the answer that most of k samples give is right; only where the first reward "
+        "has an answer to vote on.",
         "eval/completion_length": "Mean length in tokens of the held-out completions.",
     },
 }

@@ -14,7 +14,7 @@ import torch
 from groupwise.chat import Chat
 from groupwise.checkpoint import Saved
 from groupwise.checks import Outline, check_disk, check_folder, check_it_learns, check_memory, data_cautions, outline
-from groupwise.config import Config, Engine
+from groupwise.config import Config, Engine, Evaluation
 from groupwise.curriculum import History
 from groupwise.data import Data, hold_out, load_task, without_held_out
 from groupwise.devices import find_device
@@ -98,7 +98,7 @@ class Parts:
             self.held_out,
             self.sampler,
             self.chat,
-            sampling=config.evaluation.sampling(config.sampling.max_tokens),
+            sampling=config.evaluation.sampling(config.sampling),
             samples=config.evaluation.samples,
             seed=config.seed,
         )
@@ -186,12 +186,13 @@ def prepare(
         if training:
             with findings:
                 task.rows_for_step(0, config.prompts_per_step, config.seed)  # are there enough?
-        task = _checked(config, task, config.data, known)
-    with findings, _of_evaluation():
+        task = _checked(task, config.data, known, config.sampling.max_tokens)
+    with findings, _of_evaluation(config.evaluation):
         data = config.evaluation.data
         held_out = load_task(data, config.rewards) if held_out is None and data is not None else held_out
         if held_out is not None:
-            held_out = _checked(config, held_out, data or config.data, known)
+            longest = config.evaluation.sampling(config.sampling).max_tokens
+            held_out = _checked(held_out, data or config.data, known, longest)
     if training:
         folder = Path(config.output or RUNS)
         with findings:
@@ -207,26 +208,22 @@ def prepare(
     return Prepared(config, task, held_out, device, (*unusual, *data_cautions(config, task, held_out)))
 
 
-def _checked(config: Config, task: Task, data: Data, known: Outline) -> Task:
-    return check_task(
-        task,
-        known.chat,
-        max_tokens=config.sampling.max_tokens,
-        context=known.context,
-        long_prompts=data.long_prompts,
-    )
+def _checked(task: Task, data: Data, known: Outline, max_tokens: int) -> Task:
+    return check_task(task, known.chat, max_tokens=max_tokens, context=known.context, long_prompts=data.long_prompts)
 
 
 @contextlib.contextmanager
-def _of_evaluation() -> Generator[None]:
-    """What is wrong with held-out data is said of `evaluation.data`."""
+def _of_evaluation(evaluation: Evaluation) -> Generator[None]:
+    """What is wrong with held-out data is said of `evaluation.data`, and of `evaluation.max_tokens` if that is set."""
     try:
         yield
     except GroupwiseError as error:
-        raise type(error)(*map(_held_out_problem, error.args)) from error
+        raise type(error)(*(_held_out_problem(problem, evaluation) for problem in error.args)) from error
 
 
-def _held_out_problem(problem: str) -> str:
+def _held_out_problem(problem: str, evaluation: Evaluation) -> str:
+    if evaluation.max_tokens is not None:
+        problem = problem.replace("sampling.max_tokens", "evaluation.max_tokens")
     if problem.startswith("data"):
         return f"evaluation.{problem}"
     return f"evaluation.data: {problem}" if problem.startswith("rewards.") else problem

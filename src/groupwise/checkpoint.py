@@ -135,6 +135,22 @@ def check_run(run: Path) -> None:
         raise CheckpointError(f"{run}: not a run folder (it has no config.yaml); pass the folder that a run printed")
 
 
+def model_of(path: str) -> str:
+    """The trained model of a run folder, or the path itself.
+
+    Raises:
+        CheckpointError: it is the folder of a run that has not ended.
+    """
+    if not (Path(path) / "config.yaml").is_file():
+        return path
+    trained = Path(path) / "model"
+    if not trained.is_dir():
+        raise CheckpointError(
+            f"{path}: a run without a trained model; finish it with `groupwise train --resume {path}`, or name a model"
+        )
+    return str(trained)
+
+
 def newest(run: Path, warn: Callable[[str], None]) -> Path | None:
     """The newest undamaged checkpoint of a run; None when it was stopped before its first.
 

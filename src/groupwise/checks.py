@@ -257,14 +257,17 @@ def _without_effect(config: Config) -> Iterator[tuple[bool, str]]:
             slot.every > config.steps and "every" in _changed(slot),
             f"{path}: {slot.every} is never reached in steps: {config.steps}; only the end counts",
         )
+    common = math.lcm(config.evaluation.every, config.checkpoint.every)  # 0 where one of them is
     for name in sorted({"keep_last", "keep_every", "keep_best"} & _changed(config.checkpoint)):
         yield (
             config.checkpoint.every == 0,
             f"checkpoint.{name} has no effect with checkpoint.every: 0: there is one checkpoint, at the end",
         )
     yield (
-        config.checkpoint.keep_best > 0 and not config.evaluation.every,
-        "checkpoint.keep_best has no effect without evaluation.every: no checkpoint has a score",
+        config.checkpoint.keep_best > 0 and not 0 < common < config.steps,
+        "checkpoint.keep_best has no effect: no checkpoint has a score, for none before the last is saved at a step "
+        f"that is evaluated; set evaluation.every (now {config.evaluation.every}) to checkpoint.every, or to a part "
+        "of it",
     )
     yield (
         config.optimizer.warmup_updates > updates,

@@ -7,7 +7,6 @@ twice to stop; 1 anything else, a faulty reward included.
 from __future__ import annotations
 
 import json
-import math
 import sys
 import traceback
 from collections.abc import Sequence
@@ -19,10 +18,11 @@ import typer
 from rich.console import Console
 
 from groupwise.algorithms import Algorithm
-from groupwise.checkpoint import check_run
+from groupwise.checkpoint import check_run, model_of
 from groupwise.config import Config, Engine, Tree, apply, read_yaml, reference
 from groupwise.diagnosis.cli import app as doctor_app
-from groupwise.errors import CheckpointError, ConfigError, GroupwiseError, did_you_mean
+from groupwise.errors import ConfigError, GroupwiseError, did_you_mean
+from groupwise.eval_cli import app as eval_app
 from groupwise.foreign.cli import app as import_app
 from groupwise.interrupt import seconds
 from groupwise.presets import PRESETS
@@ -31,6 +31,7 @@ from groupwise.report.cli import app as report_app
 HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
 app.add_typer(import_app, name="import")
+app.add_typer(eval_app)
 app.add_typer(doctor_app)
 app.add_typer(report_app)
 
@@ -125,52 +126,6 @@ def train(
     print(json.dumps(result) if as_json else plain)
 
 
-@app.command("eval")
-def evaluate_model(
-    model: Annotated[str, typer.Argument(help="Model folder, hub id, or a run folder.")],
-    data: Annotated[str, typer.Option("--data", help="Dataset: .jsonl, .json, .csv, .parquet or a hub id.")],
-    reward: Annotated[list[str], typer.Option("--reward", help="A reward; the first is the headline.")],
-    samples: Annotated[int, typer.Option("--samples", "-k", min=1, help="Completions for each prompt.")] = 1,
-    settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[key=value]...", help="Settings such as sampling.max_tokens=512.")
-    ] = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    traceback: Traceback = False,
-) -> None:
-    """Score a model on a dataset: mean of each reward with a confidence interval, and pass@k."""
-    from groupwise.build import load_sampler, prepare
-    from groupwise.evaluate import evaluate
-
-    for name in ("temperature", "top_p", "top_k"):
-        if any(text.startswith(f"sampling.{name}=") for text in settings or ()):
-            raise ConfigError(f"sampling.{name}: is that of training; use evaluation.{name}")
-    temperature = f"evaluation.temperature={int(samples > 1)}"  # several samples have to differ, one is the best guess
-    config = read_config([temperature, *(settings or [])], model=_model_of(model), data=data, rewards=reward)
-    task = prepare(config, training=False).task
-    sampler, chat = load_sampler(config.model, config.engine)
-    sampling = config.evaluation.sampling(config.sampling.max_tokens)
-    scores = evaluate(task, sampler, chat, sampling=sampling, samples=samples, seed=config.seed)
-    low, high = scores.interval
-    problems = [rollout.problem for rollout in scores.rollouts if not rollout.valid]
-    if problems:
-        text = f"warning: {len(problems)} of {len(scores.rollouts)} completions have no reward and count as 0: "
-        _console(quiet).print(text + problems[0], style="yellow", highlight=False, markup=False, soft_wrap=True)
-    if as_json:
-        result: dict[str, Any] = {"headline": scores.headline, "interval": [_finite(low), _finite(high)]}
-        result |= {"prompts": scores.prompts, "completion_length": scores.completion_length}
-        result |= {f"mean/{name}": _finite(mean) for name, mean in scores.means.items()}
-        result |= {f"pass@{k}": value for k, value in scores.pass_at.items()}
-        print(json.dumps(result))
-        return
-    for name, mean in scores.means.items():
-        print(f"{name:24} {mean:.4f}")
-    print(f"{'95% interval of ' + task.rewards[0].title:24} {low:.4f} to {high:.4f}  ({scores.prompts} prompts)")
-    for k, value in scores.pass_at.items():
-        print(f"{f'pass@{k}':24} {value:.4f}")
-    print(f"{'tokens per completion':24} {scores.completion_length:.1f}  (truncated: {scores.truncated:.1%})")
-
-
 @app.command()
 def sample(
     model: Annotated[str, typer.Argument(help="Model folder, hub id, or a run folder.")],
@@ -187,7 +142,7 @@ def sample(
     from groupwise.engines import Request, Sampling
     from groupwise.seeding import key
 
-    sampler, chat = load_sampler(_model_of(model), Engine())
+    sampler, chat = load_sampler(model_of(model), Engine())
     plain = raw or chat.tokenizer.chat_template is None
     request = Request(
         prompt=chat.prompt(prompt if plain else [{"role": "user", "content": prompt}]),
@@ -334,27 +289,6 @@ def diff(
 def version() -> None:
     """Print the version."""
     print(metadata.version("groupwise"))
-
-
-def _model_of(path: str) -> str:
-    """The model of a run folder, or the path itself.
-
-    Raises:
-        CheckpointError: it is the folder of a run that has not ended.
-    """
-    if not (Path(path) / "config.yaml").is_file():
-        return path
-    trained = Path(path) / "model"
-    if not trained.is_dir():
-        raise CheckpointError(
-            f"{path}: a run without a trained model; finish it with `groupwise train --resume {path}`, or name a model"
-        )
-    return str(trained)
-
-
-def _finite(value: float) -> float | None:
-    """What JSON can spell."""
-    return value if math.isfinite(value) else None
 
 
 def main() -> None:

@@ -96,7 +96,9 @@ class Evaluation(Slot):
     every: int = Field(default=0, ge=0)
     """Steps between evaluations; 0 evaluates only before and after."""
     samples: int = Field(default=1, ge=1)
-    """Completions for each prompt."""
+    """Completions for each prompt; with several, pass@k and maj@k are estimated, too."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longest completion, in tokens; null takes `sampling.max_tokens`."""
     temperature: float = Field(default=0.0, ge=0.0)
     """0 is greedy."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -104,9 +106,10 @@ class Evaluation(Slot):
     top_k: int = Field(default=0, ge=0)
     """Draw from this many most likely tokens; 0 draws from all."""
 
-    def sampling(self, max_tokens: int) -> Sampling:
-        """How held-out completions are drawn."""
-        return Sampling(max_tokens=max_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+    def sampling(self, training: Sampling) -> Sampling:
+        """How held-out completions are drawn, where those of training are drawn like this."""
+        longest = training.max_tokens if self.max_tokens is None else self.max_tokens
+        return Sampling(max_tokens=longest, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
 
 
 class Engine(Slot):

@@ -16,11 +16,11 @@ from groupwise.algorithms import Algorithm
 from groupwise.config import Config
 from groupwise.diagnosis import diagnose, read_run
 from groupwise.errors import CheckpointError
-from groupwise.evaluate import confidence_interval
 from groupwise.explain import LEGEND, differences, equations
 from groupwise.presets import PRESETS
 from groupwise.report.completions import Digest, Floats, Json, choose, digest, question, rewards_of, step_of
 from groupwise.rewards import PASSED
+from groupwise.statistics import estimate
 
 MOST_POINTS = 1000
 """A curve of a longer run shows means of neighbouring steps."""
@@ -159,12 +159,10 @@ def duration(seconds: float) -> str:
 def _score(one: Digest) -> Json:
     """One evaluation: the mean of its headline reward and the 95 % interval of that."""
     scores = np.nan_to_num(one.headline).reshape(len(set(one.groups.tolist())), -1)
-    low, high = confidence_interval(scores)
+    found = estimate(scores.mean(1))
     return {
         "step": one.step,
-        "mean": _number(float(scores.mean())),
-        "low": _number(low),
-        "high": _number(high),
+        **{name: _number(value) for name, value in found._asdict().items()},
         "prompts": len(scores),
         "completion_length": _number(float(one.lengths.mean())),
     }

@@ -132,6 +132,7 @@ function curveCards(state, runs) {
     values: run.evaluations.map((one) => one.mean), low: run.evaluations.map((one) => one.low), high: run.evaluations.map((one) => one.high) }));
   const about = `In training${dots.length ? "; rings are held-out prompts with 95% intervals" : ""}. Click a step to read its completions.`;
   if (headline.length) cards.push(lineChart({ title: first.headline, about, format: percent, lines: headline, dots, smoothing: state.smoothing, height: 260, broad: true, pick, range: unitRange(headline, dots) }));
+  cards.push(...atK(runs));
   for (const [name, title, format, note] of metricsOf(runs)) {
     const lines = having(runs, name);
     const values = new Set(lines.flatMap((line) => line.values).filter((value) => value !== null));
@@ -139,6 +140,22 @@ function curveCards(state, runs) {
     else if (lines.length) cards.push(lineChart({ title, about: note, format, lines, smoothing: state.smoothing, pick }));
   }
   return [cards, constant];
+}
+
+const KINDS_OF_K = { pass: "Held-out prompts that one of so many samples solves.", maj: "Held-out prompts that most of so many samples solve." };
+
+/** A card for pass@k and one for maj@k, of the largest k; evaluations of one sample have none. */
+function atK(runs) {
+  const kinds = {};
+  for (const name of runs.flatMap((run) => Object.keys(run.held_out_curves))) {
+    const [, kind, k] = name.match(/^eval\/(pass|maj)@(\d+)$/) ?? [];
+    if (kind) kinds[kind] = Math.max(kinds[kind] ?? 0, Number(k));
+  }
+  return Object.entries(kinds).map(([kind, k]) => {
+    const curve = (run) => run.held_out_curves[`eval/${kind}@${k}`];
+    const lines = runs.filter(curve).map((run) => ({ name: run.name, color: color(run), steps: run.held_out_curves.step, values: curve(run) }));
+    return lineChart({ title: `Held-out ${kind}@${k}`, about: KINDS_OF_K[kind], format: percent, lines, smoothing: 0 });
+  });
 }
 
 function unitRange(lines, dots) {

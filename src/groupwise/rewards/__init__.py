@@ -17,6 +17,7 @@ from groupwise.rewards.reward import Reward, RewardLike, Rewards, as_rewards
 from groupwise.rewards.reward_model import RewardModel
 from groupwise.rewards.scoring import PASSED, check_rewards, grades, made_up, reference_answer, score
 from groupwise.rewards.steps import StepRewards
+from groupwise.rewards.votes import votes
 from groupwise.rewards.workers import workers_end
 
 __all__ = [
@@ -50,5 +51,6 @@ __all__ = [
     "made_up",
     "reference_answer",
     "score",
+    "votes",
     "workers_end",
 ]

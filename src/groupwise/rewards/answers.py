@@ -6,6 +6,7 @@ The final answer is looked for after the thinking: the content of the last `\box
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 from pydantic import model_validator
@@ -17,6 +18,7 @@ _CHOICE = re.compile(
     r"\s*(?:\*\*)?(?:\\(?:text|mathrm|mathbf|textbf|textrm)\s*\{\s*)?\(?([A-Ja-j])(?:\)|[.:](?=\s|$)|\}|\*\*|$)(.*)",
     re.DOTALL,
 )
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ANOTHER_CHOICE = re.compile(r"\([A-Ja-j]\)|\b[A-J]\b|\b(?:or|and)\b")
 _CHOSEN = re.compile(
     r"""(?i:answer|option|choice) (?: \s+ (?i:is|would\ be) )? \s* [:=]? (?: \s | \*\* | \$ | \\boxed\{ | \\text\{ )*
@@ -39,6 +41,13 @@ def boxed(text: str) -> str | None:
             if depth == 0:
                 return text[start:end]
     return None
+
+
+def tagged(text: str) -> str:
+    r"""The last `\boxed{...}` or `<answer>...</answer>` after the thinking, or else all that follows the thinking."""
+    part = final_part(text)
+    found = _TAGGED.findall(part)
+    return boxed(part) or (found[-1] if found else part)
 
 
 def choice(text: str) -> str | None:
@@ -65,11 +74,17 @@ class ExactMatch(Slot):
         """What it reads of a row."""
         return (self.column,)
 
-    def __call__(self, rollout: Rollout) -> float:
-        part = final_part(rollout.text)
+    def answer(self, text: str) -> str:
+        """The final answer of a completion, as it is compared."""
+        part = final_part(text)
         found = boxed(part)
-        answer, reference = (part if found is None else found).strip(), str(rollout.example[self.column]).strip()
-        return float(answer.casefold() == reference.casefold() if self.ignore_case else answer == reference)
+        return self._compared(part if found is None else found)
+
+    def _compared(self, answer: str) -> str:
+        return answer.strip().casefold() if self.ignore_case else answer.strip()
+
+    def __call__(self, rollout: Rollout) -> float:
+        return float(self.answer(rollout.text) == self._compared(str(rollout.example[self.column])))
 
 
 class MultipleChoice(Slot):
@@ -89,11 +104,15 @@ class MultipleChoice(Slot):
         """What it reads of a row."""
         return (self.column,)
 
+    def answer(self, text: str) -> str | None:
+        """The letter that a completion chooses."""
+        return _chosen(final_part(text))
+
     def __call__(self, rollout: Rollout) -> float:
         reference = choice(str(rollout.example[self.column]))
         if reference is None:
             raise ValueError(f"the reference {rollout.example[self.column]!r} is no letter from A to J")
-        return float(_chosen(final_part(rollout.text)) == reference)
+        return float(self.answer(rollout.text) == reference)
 
 
 def _chosen(part: str) -> str | None:
@@ -131,8 +150,16 @@ class RegexMatch(Slot):
         """What it reads of a row."""
         return (self.column,) if self.column else ()
 
+    @property
+    def answer(self) -> Callable[[str], str | None] | None:
+        """Group 1 of the last match in a completion; without a column nothing is compared, and there is no answer."""
+        return self._found if self.column else None
+
+    def _found(self, text: str) -> str | None:
+        matches = list(re.finditer(self.pattern, text, re.DOTALL))
+        return matches[-1][1] if matches else None
+
     def __call__(self, rollout: Rollout) -> float:
-        matches = list(re.finditer(self.pattern, rollout.text, re.DOTALL))
-        if not matches or not self.column:
-            return float(bool(matches))
-        return float(matches[-1][1] == str(rollout.example[self.column]).strip())
+        if not self.column:
+            return float(re.search(self.pattern, rollout.text, re.DOTALL) is not None)
+        return float(self._found(rollout.text) == str(rollout.example[self.column]).strip())

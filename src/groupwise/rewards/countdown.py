@@ -12,11 +12,10 @@ from itertools import permutations
 from typing import Any, Literal
 
 from groupwise.records import Rollout
-from groupwise.rewards.answers import boxed, final_part
+from groupwise.rewards.answers import tagged
 from groupwise.slots import Slot
 
 _SIGNS = {r"\times": "*", r"\cdot": "*", r"\div": "/", "×": "*", "·": "*", "÷": "/", "−": "-", "[": "(", "]": ")"}
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _FRACTION = re.compile(r"\\d?frac\{([^{}]*)\}\{([^{}]*)\}")
 _ARITHMETIC = re.compile(r"[\d\s.+\-*/()]{1,200}")
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -47,11 +46,12 @@ class Countdown(Slot):
         """What it reads of a row."""
         return (self.target, self.numbers)
 
+    def answer(self, text: str) -> str:
+        """The expression of a completion, without spaces."""
+        return "".join(tagged(text).split())
+
     def __call__(self, rollout: Rollout) -> float:
-        part = final_part(rollout.text)
-        tagged = _TAGGED.findall(part)
-        text = boxed(part) or (tagged[-1] if tagged else part)
-        found = calculated(text)
+        found = calculated(tagged(rollout.text))
         if found is None:
             return 0.0
         value, used = found

@@ -37,6 +37,12 @@ def same_as_found(reference: str, prose: str) -> bool:
     return _verified(_parsed(f"\\boxed{{{_with_columns(reference)}}}"), _parsed(prose))
 
 
+def found_in(prose: str) -> str | None:
+    """What math-verify takes for the answer in some prose, as it is written there; None where it finds none."""
+    texts = [found for found in _parsed(prose) if isinstance(found, str)]  # it comes as a formula and as text
+    return texts[-1] if texts else None
+
+
 def _with_columns(text: str) -> str:
     return re.sub(r"\\column\{(.*?)\}", r"\\begin{pmatrix}\1\\end{pmatrix}", text)
 

@@ -7,21 +7,19 @@ https://github.com/open-thought/reasoning-gym.  `data: {path: "gym:chain_sum", l
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
 from groupwise.errors import DataError, GroupwiseError, did_you_mean
 from groupwise.records import Rollout
-from groupwise.rewards.answers import boxed, final_part
+from groupwise.rewards.answers import tagged
 from groupwise.seeding import key
 from groupwise.slots import Slot
 
 PREFIX = "gym:"
 SIZE = 1000
 """Rows when the run file says no `limit`."""
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class Gym(Slot):
@@ -38,13 +36,14 @@ class Gym(Slot):
         """What it reads of a row."""
         return ("gym",)
 
+    def answer(self, text: str) -> str:
+        """The final answer of a completion."""
+        return tagged(text).strip()
+
     def __call__(self, rollout: Rollout) -> float:
-        part = final_part(rollout.text)
-        tagged = _TAGGED.findall(part)
-        answer = boxed(part) or (tagged[-1] if tagged else part)
         row = rollout.example
         entry = {name: row[name] for name in ("question", "answer", "metadata")}
-        return float(_maker(row["gym"]).score_answer(answer=answer.strip(), entry=entry))
+        return float(_maker(row["gym"]).score_answer(answer=self.answer(rollout.text), entry=entry))
 
     def reference(self, row: Mapping[str, Any]) -> str | None:
         """A right answer to a row; None when its puzzle comes without one."""

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 from groupwise.records import Rollout
 from groupwise.rewards.answers import boxed, choice, final_part
-from groupwise.rewards.formulas import endless, same_as_found, same_formula, same_relation
+from groupwise.rewards.formulas import endless, found_in, same_as_found, same_formula, same_relation
 from groupwise.rewards.notation import bracketed, exact, listed, plain
 from groupwise.rewards.units import factor, quantity
 from groupwise.slots import Slot
@@ -42,6 +42,22 @@ class MathAnswer(Slot):
     def columns(self) -> tuple[str, ...]:
         """What it reads of a row."""
         return (self.column,)
+
+    def answer(self, text: str) -> str | None:
+        """The final answer of a completion, in one spelling for the most usual ways to write it."""
+        part = final_part(text)
+        answer = boxed(part)
+        if answer is None:
+            answer = None if self.only_boxed else _unboxed(part)
+        if answer is None or len(answer) > 5 * _LONGEST:
+            return answer
+        number = exact(plain(answer))
+        brief = number is not None and max(number.numerator, number.denominator, key=abs).bit_length() < 5 * _LONGEST
+        return str(number) if brief else plain(answer) or None  # a number of thousands of digits stays as it is
+
+    def doubtful(self, one: str, other: str) -> bool:
+        """Whether two of those spellings may be equal though they differ; those of two numbers are not."""
+        return exact(one) is None or exact(other) is None
 
     def __call__(self, rollout: Rollout) -> float:
         reference = str(rollout.example[self.column])
@@ -75,8 +91,20 @@ def _same_unboxed(reference: str, text: str) -> bool:
     """Whether the last number or formula of some prose equals the reference; one word is an answer as it stands."""
     if len(text.split()) <= 1:
         return same_answer(reference, text)
-    end = re.sub(r"!(?=\s|$)", ".", text.strip()[-_LONGEST:])  # an exclamation, not a factorial
+    end = _end(text)
     return not endless(end) and same_as_found(plain(reference), end)
+
+
+def _unboxed(text: str) -> str | None:
+    """That last number or formula, or the one word."""
+    if len(text.split()) <= 1:
+        return text.strip() or None
+    end = _end(text)
+    return None if endless(end) else found_in(end)
+
+
+def _end(text: str) -> str:
+    return re.sub(r"!(?=\s|$)", ".", text.strip()[-_LONGEST:])  # an exclamation, not a factorial
 
 
 def _same(left: str, right: str) -> bool:
