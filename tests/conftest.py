@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import tempfile
+from pathlib import Path
 
 # Read by the libraries when they are imported, so before anything else.
 CACHE = tempfile.TemporaryDirectory(prefix="groupwise-tests-")
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from toys import toy_folder, toy_rows
 
 # The models of the tests are too small to share between threads: one is faster, and sums have one order.
 torch.set_num_threads(1)
@@ -31,6 +33,15 @@ def seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the model/ and the rows.jsonl of the toy task, for the tests of a file to read."""
+    folder = tmp_path_factory.mktemp("toys")
+    toy_folder(folder / "model")
+    toy_rows(folder / "rows.jsonl")
+    return folder
 
 
 def pytest_unconfigure() -> None:

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from models import tiny_folder
 from rich.console import Console
 from texts import byte_tokenizer
-from toys import terminal, toy_config, toy_folder, toy_rows
+from toys import terminal, toy_config, toy_rows
 
 from groupwise import hub, resources
 from groupwise.build import build, prepare
@@ -39,14 +39,6 @@ from groupwise.train import train
 LEAST: dict[str, Any] = {"model": "some/model", "data": {"path": "rows.jsonl"}, "rewards": ["math_answer"]}
 MATH = as_rewards({"type": "math_answer", "trial": False})
 GIB = 2**30
-
-
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("toys")
-    toy_folder(folder / "model")
-    toy_rows(folder / "rows.jsonl")
-    return folder
 
 
 # -------------------------------------------------------------------------------------------------- memory and disk

@@ -182,14 +182,6 @@ def test_that_nothing_is_clipped_is_expected_on_policy() -> None:
 # ------------------------------------------------------------------------------------------------------ planted faults
 
 
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("toys")
-    toy_folder(folder / "model")
-    toy_rows(folder / "rows.jsonl")
-    return folder
-
-
 def first_two(config: Config, reward: Any = starts_low, rows: Path | None = None) -> list[str]:
     """Train with the fault, and what `groupwise doctor` says first."""
     assert config.output is not None

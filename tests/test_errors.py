@@ -31,15 +31,6 @@ SAID: dict[str, str] = {}
 """What has been said so far: making a mistake once is enough."""
 
 
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model and prompts."""
-    folder = tmp_path_factory.mktemp("toys")
-    toy_folder(folder / "model")
-    toy_rows(folder / "rows.jsonl")
-    return folder
-
-
 @pytest.mark.parametrize("did", MISTAKES)
 def test_a_mistake_gets_a_message_with_its_four_parts_before_any_sampling(did: str, toys: Path, tmp_path: Path) -> None:
     mistake = MISTAKES[did]

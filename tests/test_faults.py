@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from toy_reward import starts_low
-from toys import final_bytes, metrics, sampled, terminal, toy_config, toy_folder, toy_rows
+from toys import final_bytes, metrics, sampled, terminal, toy_config
 from typer.testing import CliRunner
 
 from groupwise import build, files
@@ -32,14 +32,6 @@ from groupwise.log import RunLog
 from groupwise.rewards import as_rewards
 from groupwise.tasks import Task, read_rows
 from groupwise.train import Run, train
-
-
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("toys")
-    toy_folder(folder / "model")
-    toy_rows(folder / "rows.jsonl")
-    return folder
 
 
 def config_of(toys: Path, folder: Path, **changes: Any) -> Config:

@@ -15,7 +15,7 @@ import torch
 from models import tiny_tokenizer
 from rich.console import Console
 from torch import Tensor
-from toys import metrics, sampled, terminal, toy_config, toy_folder, toy_rows
+from toys import metrics, sampled, terminal, toy_config
 
 from groupwise.algorithms import Algorithm
 from groupwise.build import Parts
@@ -31,14 +31,6 @@ from groupwise.train import Run, train
 TRAIN = importlib.import_module("groupwise.train")  # the package has a function of this name
 ODD = 6
 """The rollout that is tampered with: of group 1."""
-
-
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("toys")
-    toy_folder(folder / "model")
-    toy_rows(folder / "rows.jsonl")
-    return folder
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toys import final_bytes, metrics, sampled, toy_config, toy_folder, toy_rows
+from toys import final_bytes, metrics, sampled, toy_config
 
 STEPS = 9  # of 4 prompts: an epoch of 32 ends inside
 
@@ -51,14 +51,6 @@ def carry_out(plan: list[dict[str, Any]], at: Path) -> list[list[str]]:
     ends = json.loads(done.stdout.splitlines()[-1])
     assert all(end[-1] == "exit 0" for end in ends), done.stderr
     return ends
-
-
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("toys")
-    toy_folder(folder / "model")
-    toy_rows(folder / "rows.jsonl")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -100,15 +100,6 @@ COLUMNS = [
 
 
 @pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with model/ and rows.jsonl, not to be written to."""
-    folder = tmp_path_factory.mktemp("toys")
-    toy_folder(folder / "model")
-    toy_rows(folder / "rows.jsonl")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def straight(toys: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run of six steps with evaluations and checkpoints, never interrupted."""
     return train(full_config(toys, tmp_path_factory.mktemp("runs") / "straight"), console=Console(quiet=True))
