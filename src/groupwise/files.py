@@ -9,6 +9,7 @@ with alone(path):                 no other process may hold this folder meanwhil
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -24,6 +25,8 @@ from groupwise.errors import CheckpointError
 MANIFEST = "manifest.json"
 FAILURES = (OSError, RuntimeError, safetensors.SafetensorError)
 """What a full or failing disk raises through Python, torch and safetensors."""
+NO_LOCKS = (errno.ENOLCK, errno.EBADF, errno.EOPNOTSUPP)
+"""What file systems say, some network ones among them, that cannot lock a folder."""
 
 
 @contextlib.contextmanager
@@ -119,19 +122,26 @@ def damage(folder: Path) -> str | None:
 @contextlib.contextmanager
 def alone(folder: Path) -> Generator[None]:
     """Hold a folder: two runs that write into one would mix their steps.  The lock goes with the process, however it
-    ends, and holds on one machine; on another it depends on the file system.
+    ends.  Where the file system has no locks, nobody is refused.
 
     Raises:
         CheckpointError: another process holds it.
     """
-    with (folder / ".lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(
-                f"{folder}: another process is training in it; wait for that run, stop it, or take another folder"
-            ) from None
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise CheckpointError(
+            f"{folder}: another process is training in it; wait for that run, stop it, or take another folder"
+        ) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    try:
         yield
+    finally:
+        os.close(handle)
 
 
 def sync(path: Path) -> None:
