@@ -76,6 +76,22 @@ def preset(name: str) -> Algorithm:
     return PRESETS[name]
 
 
+def algorithm_of(name: str) -> Algorithm:
+    """The algorithm of a preset or of a run file.
+
+    Raises:
+        ConfigError: it is neither, or a setting of the file is wrong.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    if not Path(name).is_file():
+        hint = did_you_mean(name, PRESETS)
+        raise ConfigError(
+            f"{name}: no such algorithm or run file{hint}; accepted: {', '.join(PRESETS)}, or a .yaml file"
+        )
+    return Config.load(name).resolve().algorithm
+
+
 def merge(base: Any, changes: Any) -> Any:
     """`changes` laid over `base`; a member that is named by its `type` starts from that type's own defaults."""
     if not isinstance(base, dict) or not isinstance(changes, Mapping):
