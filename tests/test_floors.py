@@ -19,7 +19,8 @@ FLOORS = (
     {"errors", "records", "seeding", "slots", "devices", "hub", "environment", "files", "interrupt"},
     {"advantages", "shaping", "weights", "losses", "penalties", "model", "model_files", "resources", "head"}
     | {"adapters", "folding", "lean", "decoding", "drawing", "attention", "packing", "guards", "pending"},
-    {"algorithms", "presets", "chat", "engines", "trackers", "trackers.tensorboard", "trackers.wandb"},
+    {"algorithms", "presets", "chat", "engines"}
+    | {"trackers", "trackers.tensorboard", "trackers.wandb", "trackers.trackio"},
     {"rollout", "tasks", "columns", "data", "rewards", "checkpoint", "surplus"}
     | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
     {"train", "build", "checks", "settling", "evaluate", "log", "config", "curriculum", "explain"}
@@ -109,7 +110,7 @@ EXTRAS |= {
     "peft": "adapters",
     "tensorboard": "trackers.tensorboard",
     "wandb": "trackers.wandb",
-    "trackio": "no file yet",
+    "trackio": "trackers.trackio",
 }
 # The mathematics can be read and tested with one array library.
 ONLY = {

@@ -198,8 +198,8 @@ class Config(Slot):
     """The run stops when more of a step's rollouts than this have no trustworthy reward."""
     sampling_rounds: int = Field(default=4, ge=1)
     """With `filter: dynamic_sampling`: at most this many rounds of prompts to fill a step with informative groups."""
-    trackers: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = ()
-    """Also write the numbers of metrics.jsonl for these tools, each an extra of the same name; W&B offline."""
+    trackers: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = ()
+    """Also write the numbers of metrics.jsonl for these tools, each an extra of the same name; on this machine."""
     output: str | None = None
     """The run folder; null makes a new one under `runs/`."""
 
