@@ -265,6 +265,25 @@ def test_the_last_step_is_compared_at_the_nearest_weights_which_is_said(run: Pat
     assert result["moved"]["steps_done"] == 12
 
 
+def test_the_trained_model_and_its_checkpoint_give_the_same(run: Path, tmp_path: Path) -> None:
+    with_checkpoints = compare(run, {"gspo": GSPO}, 12)
+    alone = shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(alone / "checkpoints")
+    result = compare(alone, {"gspo": GSPO}, 12)
+    assert result["weights"] == {"steps_done": 12, "name": "model"}
+    assert result["norm"]["weights"] == pytest.approx(with_checkpoints["norm"]["weights"])
+    assert result["algorithms"] == with_checkpoints["algorithms"]
+
+
+def test_weights_taken_over_in_place_are_those_loaded_anew(run: Path) -> None:
+    config = Config.load(run / "config.yaml").resolve()
+    stored = read_step(run, config, 11)
+    first, target = stored.kept[0], nearest(stored.kept, 11)
+    in_place = policy.moved(config, policy.load(config, first), first, target)
+    found, expected = (policy.logprobs_of(one, stored.rollouts[:2]) for one in (in_place, policy.load(config, target)))
+    assert [one.tolist() for one in found] == [one.tolist() for one in expected]
+
+
 def test_what_an_algorithm_needs_and_nobody_has_is_said(run: Path) -> None:
     names = ("ppo", "remax", "grpo_process", "rloo", "eighty_twenty")
     out = lab(run, "--no-gradients", "--json", "--algorithms", ",".join(names)).stdout

@@ -168,9 +168,7 @@ def _moved(config: Config, stored: Stored, learner: LocalLearner, weights: Weigh
     if not others:
         return None
     target = nearest(others, stored.step)
-    if target != weights:
-        learner = policy.load(config, target)
-    found = policy.logprobs_of(learner, stored.rollouts)
+    found = policy.logprobs_of(policy.moved(config, learner, weights, target), stored.rollouts)
     return Moved(found, {**target.as_json(), "completions": len(found)})
 
 

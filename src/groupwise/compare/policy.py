@@ -32,7 +32,7 @@ def load(config: Config, weights: Weights) -> LocalLearner:
     Raises:
         GroupwiseError: the model cannot be loaded, or the checkpoint is not its own.
     """
-    merged = not weights.is_checkpoint and weights.steps_done > 0
+    merged = _is_merged(weights)
     engine = local_engine(
         weights.path if merged else config.model,
         dtype=config.engine.weights,
@@ -51,6 +51,25 @@ def load(config: Config, weights: Weights) -> LocalLearner:
     if weights.is_checkpoint:
         engine.learner.restore(Path(weights.path) / "learner")
     return engine.learner
+
+
+def moved(config: Config, learner: LocalLearner, weights: Weights, target: Weights) -> LocalLearner:
+    """A learner with other weights of the run than it has: the same one, where these are in a checkpoint.
+
+    Raises:
+        GroupwiseError: see `load`.
+    """
+    if target == weights:
+        return learner
+    if not target.is_checkpoint or _is_merged(weights):
+        return load(config, target)
+    learner.restore(Path(target.path) / "learner")
+    return learner
+
+
+def _is_merged(weights: Weights) -> bool:
+    """Whether these are in a model folder of their own, an adapter added."""
+    return not weights.is_checkpoint and weights.steps_done > 0
 
 
 def logprobs_of(learner: LocalLearner, rollouts: Sequence[Rollout], *, reference: bool = False) -> list[Floats]:
