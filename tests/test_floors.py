@@ -20,13 +20,16 @@ FLOORS = (
     {"advantages", "shaping", "weights", "losses", "penalties", "model", "model_files", "resources", "head"}
     | {"adapters", "folding", "lean", "decoding", "drawing", "attention", "packing", "guards", "pending"}
     | {"statistics"},
-    {"algorithms", "presets", "chat", "engines", "trackers", "trackers.tensorboard", "trackers.wandb"},
+    {"algorithms", "presets", "chat", "engines"}
+    | {"trackers", "trackers.tensorboard", "trackers.wandb", "trackers.trackio"},
     {"rollout", "tasks", "columns", "data", "rewards", "checkpoint", "surplus"}
     | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
     {"train", "build", "checks", "settling", "evaluate", "log", "config", "curriculum", "explain"}
     | {"report", "report.completions", "report.data", "report.watch"}
+    | {"compare", *(f"compare.{name}" for name in ("stored", "opinions", "policy", "tables"))}
     | {"diagnosis", *(f"diagnosis.{name}" for name in ("evidence", "findings", *DIAGNOSIS_RULES))},
-    {"cli", "eval_cli", "quickstart", "arithmetic", "check_reward", "diff", "report.cli", "diagnosis.cli"}
+    {"cli", "eval_cli", "quickstart", "arithmetic", "check_reward", "diff"}
+    | {"report.cli", "diagnosis.cli", "compare.cli"}
     | {"foreign", "foreign.roll", "foreign.roll_algorithm", "foreign.trl", "foreign.trl_algorithm", "foreign.cli"},
 )
 SURFACE = {"", "__main__"}  # groupwise/__init__.py gathers the public names; nothing of ours imports it
@@ -62,7 +65,10 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "settling": {"config", "checks"},
     "build": {"config", "checks", "settling", "curriculum", "evaluate", "log"},
     "train": {"config", "build", "checks", "evaluate", "log"},
-    "report.data": {"config", "diagnosis", "explain", "report.completions"},
+    "compare.stored": {"config"},
+    "compare.policy": {"config", "settling", "compare.stored"},
+    "compare": {"config", *(f"compare.{name}" for name in ("stored", "opinions", "policy", "tables"))},
+    "report.data": {"compare.tables", "config", "diagnosis", "explain", "report.completions"},
     "report": {"report.completions", "report.data"},
     "report.watch": {"report", "report.completions", "report.data"},
     "quickstart": {"arithmetic"},
@@ -71,7 +77,8 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "foreign.trl_algorithm": {"foreign"},
     "foreign.trl": {"foreign", "foreign.trl_algorithm"},
     "foreign.cli": {"foreign", "foreign.roll", "foreign.trl"},
-    "cli": {"check_reward", "quickstart", "diff", "eval_cli", "foreign.cli", "report.cli", "diagnosis.cli"},
+    "cli": {"check_reward", "quickstart", "diff", "eval_cli"}
+    | {f"{name}.cli" for name in ("foreign", "report", "diagnosis", "compare")},
 }
 # An engine knows tensors and requests, never an algorithm, a task or the loop.
 ENGINES_MAY_IMPORT = {
@@ -105,7 +112,7 @@ EXTRAS |= {
     "peft": "adapters",
     "tensorboard": "trackers.tensorboard",
     "wandb": "trackers.wandb",
-    "trackio": "no file yet",
+    "trackio": "trackers.trackio",
 }
 # The mathematics can be read and tested with one array library.
 ONLY = {

@@ -21,6 +21,8 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from runs import GROUP, PROMPTS, STEPS, TRAP, WRONG, grow, long_run, made_log, made_run, made_scores
 
+from groupwise.compare import compare, save
+from groupwise.presets import DR_GRPO, PPO
 from groupwise.report import page, write_report
 from groupwise.report.data import RunFolder, overview
 from groupwise.report.watch import Server
@@ -71,7 +73,9 @@ def view(chromium: Browser) -> Iterator[Open]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made_run(tmp_path_factory.mktemp("runs") / "first")
+    folder = made_run(tmp_path_factory.mktemp("runs") / "first")
+    save(folder, compare(folder, {"dr_grpo": DR_GRPO, "ppo": PPO}, gradients=False))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -307,6 +311,20 @@ def test_findings_and_tables_are_shown_where_a_run_has_them(view: Open, run: Pat
     assert text_of(seen, ".finding") == "error No group teaches All right. Try: harder 1.0"
     assert text_of(seen, "#tables tbody") == "dapo 0.25"
     assert seen.locator("nav a").all_inner_texts()[:2] == ["Result", "Diagnosis"]
+
+
+def test_a_comparison_that_was_made_is_on_the_page(view: Open, report: str) -> None:
+    page = view(report)
+    titles = page.locator("#tables h3").all_inner_texts()
+    assert titles == [
+        f"Step {STEPS}: {what}" for what in ("the update", "whom it favours", "cosines of the pushes", "left out")
+    ]
+    rows = page.get_by_role("region", name="the update").locator("tbody th").all_inner_texts()
+    assert rows == ["run", "dr_grpo"]
+    cosine = page.get_by_role("region", name="cosines").locator("td.number").first
+    assert cosine.inner_text() == "+1.000"
+    expect(cosine).to_have_css("background-color", "rgba(31, 87, 195, 0.3)")
+    assert "critic" in text_of(page, "#tables figure:last-child tbody")
 
 
 def test_a_run_that_has_done_nothing_yet_says_so(view: Open, tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import sqlite3
 import struct
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from rich.console import Console
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from toys import metrics, toy_config, toy_folder, toy_rows
@@ -18,6 +22,7 @@ from wandb.proto import wandb_internal_pb2
 
 from groupwise.environment import VARIABLES
 from groupwise.errors import ConfigError
+from groupwise.trackers import open_trackers
 from groupwise.train import train
 
 Numbers = dict[tuple[int, str], float]
@@ -71,6 +76,39 @@ def test_wandb_holds_the_numbers_of_metrics_jsonl(run: Path) -> None:
             step = int(items["_step"])
             found |= {(step, name): value for name, value in items.items() if not name.startswith("_")}
     assert found == pytest.approx(numbers(run))
+
+
+def test_trackio_holds_the_numbers_of_metrics_jsonl_and_asks_nobody(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("trackio", reason="needs the extra: pip install -e '.[trackio]'")
+    from trackio import sqlite_storage
+
+    asked: list[object] = []
+
+    def unreachable(host: object, *_: Any) -> None:
+        asked.append(host)
+        raise OSError("no network in tests")
+
+    monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_somebody")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", unreachable)
+    (tracker,) = open_trackers(["trackio"], run, {"steps": 3})
+    for record in metrics(run):
+        finite = {name: value for name, value in record.items() if name != "step" and value is not None}
+        tracker.log(record["step"], finite)
+    tracker.close()
+    with contextlib.closing(sqlite3.connect(sqlite_storage.SQLiteStorage.get_project_db_path("groupwise"))) as base:
+        rows = base.execute("select run_name, step, metrics from metrics").fetchall()
+        (config,) = base.execute("select config from configs").fetchone()
+    found = {(step, name): value for _, step, text in rows for name, value in json.loads(text).items()}
+    assert found == pytest.approx(numbers(run))
+    assert {name for name, _, _ in rows} == {run.name}
+    assert json.loads(config)["steps"] == 3
+    assert json.loads(config)["_Username"] is None
+    assert (asked, capsys.readouterr().out) == ([], "")
+    assert not constants.HF_HUB_OFFLINE
 
 
 def records(file: Path) -> Iterator[Any]:

@@ -272,6 +272,18 @@ def a_damaged_checkpoint() -> None:
     (saved / "manifest.json").write_text('{"learner/optimizer.pt": {"bytes": 1, "sha256": ""}}')
 
 
+def stored_steps(*steps: int) -> Callable[[], object]:
+    """A run with a file of rollouts for each of these steps, of which it is not known what they hold."""
+
+    def prepare() -> None:
+        a_used_folder()
+        Path("used/rollouts").mkdir()
+        for step in steps:
+            pq.write_table(pa.table({"step": [step]}), f"used/rollouts/step-{step:05d}.parquet")
+
+    return prepare
+
+
 def a_parquet_without_prompts() -> None:
     pq.write_table(pa.table({"question": ["w3"] * 20}), "other.parquet")
 

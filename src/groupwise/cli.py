@@ -17,11 +17,11 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from groupwise.algorithms import Algorithm
 from groupwise.checkpoint import check_run, model_of
-from groupwise.config import Config, Engine, Tree, apply, read_yaml, reference
+from groupwise.compare.cli import app as compare_app
+from groupwise.config import Config, Engine, Tree, algorithm_of, apply, read_yaml, reference
 from groupwise.diagnosis.cli import app as doctor_app
-from groupwise.errors import ConfigError, GroupwiseError, did_you_mean
+from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.eval_cli import app as eval_app
 from groupwise.foreign.cli import app as import_app
 from groupwise.interrupt import seconds
@@ -33,6 +33,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.add_typer(import_app, name="import")
 app.add_typer(eval_app)
 app.add_typer(doctor_app)
+app.add_typer(compare_app)
 app.add_typer(report_app)
 
 Settings = Annotated[
@@ -233,22 +234,6 @@ def explain(
         console = Console(width=120)
     for number, part in enumerate(page.explain(*named[0], *named[1:])):
         console.print(*([""] if number else []), part, sep="\n", highlight=False)
-
-
-def algorithm_of(name: str) -> Algorithm:
-    """The algorithm of a preset or of a run file.
-
-    Raises:
-        ConfigError: it is neither, or a setting of the file is wrong.
-    """
-    if name in PRESETS:
-        return PRESETS[name]
-    if not Path(name).is_file():
-        hint = did_you_mean(name, PRESETS)
-        raise ConfigError(
-            f"{name}: no such algorithm or run file{hint}; accepted: {', '.join(PRESETS)}, or a .yaml file"
-        )
-    return Config.load(name).resolve().algorithm
 
 
 @app.command()

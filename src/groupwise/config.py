@@ -76,6 +76,22 @@ def preset(name: str) -> Algorithm:
     return PRESETS[name]
 
 
+def algorithm_of(name: str) -> Algorithm:
+    """The algorithm of a preset or of a run file.
+
+    Raises:
+        ConfigError: it is neither, or a setting of the file is wrong.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    if not Path(name).is_file():
+        hint = did_you_mean(name, PRESETS)
+        raise ConfigError(
+            f"{name}: no such algorithm or run file{hint}; accepted: {', '.join(PRESETS)}, or a .yaml file"
+        )
+    return Config.load(name).resolve().algorithm
+
+
 def merge(base: Any, changes: Any) -> Any:
     """`changes` laid over `base`; a member that is named by its `type` starts from that type's own defaults."""
     if not isinstance(base, dict) or not isinstance(changes, Mapping):
@@ -185,8 +201,8 @@ class Config(Slot):
     """The run stops when more of a step's rollouts than this have no trustworthy reward."""
     sampling_rounds: int = Field(default=4, ge=1)
     """With `filter: dynamic_sampling`: at most this many rounds of prompts to fill a step with informative groups."""
-    trackers: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = ()
-    """Also write the numbers of metrics.jsonl for these tools, each an extra of the same name; W&B offline."""
+    trackers: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = ()
+    """Also write the numbers of metrics.jsonl for these tools, each an extra of the same name; on this machine."""
     output: str | None = None
     """The run folder; null makes a new one under `runs/`."""
 

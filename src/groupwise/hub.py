@@ -21,8 +21,14 @@ def asked_once() -> Generator[None]:
 
     Its libraries would otherwise try six times over half a minute before they say that a name is wrong.
     """
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or not reachable()
+    with contextlib.nullcontext() if constants.HF_HUB_OFFLINE or reachable() else offline():
+        yield
+
+
+@contextlib.contextmanager
+def offline() -> Generator[None]:
+    """Inside, the hub is asked nothing."""
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
     try:
         yield
     finally:

@@ -343,7 +343,7 @@ class RunLog:
 def table(step: int, rollouts: Sequence[Rollout], chat: Chat) -> pa.Table:
     """One row a completion; every list has an entry for each token, those of the prompt included."""
     names = list(dict.fromkeys(name for rollout in rollouts for name in rollout.rewards))
-    optional = ("entropies", "old_logprobs", "ref_logprobs", "new_logprobs", "advantages")
+    optional = ("entropies", "old_logprobs", "ref_logprobs", "new_logprobs", "values", "advantages")
     known = [name for name in optional if any(getattr(r, name) is not None for r in rollouts)]
     return pa.table(
         {
@@ -355,6 +355,7 @@ def table(step: int, rollouts: Sequence[Rollout], chat: Chat) -> pa.Table:
             "reward": [r.reward for r in rollouts],
             **{f"reward/{name}": [r.rewards.get(name) for r in rollouts] for name in names},
             **_steps(rollouts),
+            **({"greedy_reward": greedy} if any(greedy := [r.greedy_reward for r in rollouts]) else {}),
             "advantage": [_first_advantage(r) for r in rollouts],
             "valid": [r.valid for r in rollouts],
             "problem": [r.problem for r in rollouts],

@@ -347,29 +347,46 @@ class LocalLearner:
             NumericalError: loss or gradient is not finite; weights and optimizer are as they were.
         """
         sums: dict[str, Tensor] = {}
-
-        def accumulate() -> float:
-            total = torch.zeros((), dtype=torch.float64, device=self._model.device)
-            with self._forward.microbatches(batch, self._microbatch_tokens) as parts:
-                for _, part in parts:
-                    value, metrics = learn(
-                        self._model,
-                        self._forward.states(part),
-                        part,
-                        loss,
-                        self._temperature,
-                        entropy=self._entropy,
-                        per_token=per_token,
-                        mixed=self._forward.mixed,
-                    )
-                    total += value
-                    for name, metric in metrics.items():
-                        sums[name] = sums.get(name, 0) + metric
-            return total.item()
-
-        taken = self._steps.take(accumulate)
+        taken = self._steps.take(lambda: self._accumulate(batch, loss, per_token, sums))
         totals = {name: metric.tolist() for name, metric in sums.items()}
         return {name: value / count for name, (value, count) in totals.items() if count} | taken
+
+    def gradient(self, batch: Batch, loss: LossFn, *, per_token: bool = False) -> list[Tensor]:
+        """The gradient of what `update` would minimise, for each trained parameter, on the CPU; nothing is changed."""
+        parameters = self._trainable()
+        self._accumulate(batch, loss, per_token, {})
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        return [gradient.cpu() for gradient in found]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What one gradient takes."""
+        return sum(parameter.nbytes for parameter in self._trainable())
+
+    def _trainable(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+
+    def _accumulate(self, batch: Batch, loss: LossFn, per_token: bool, sums: dict[str, Tensor]) -> float:
+        """Add the gradient to that of the parameters, and the metrics to `sums`; the loss."""
+        total = torch.zeros((), dtype=torch.float64, device=self._model.device)
+        with self._forward.microbatches(batch, self._microbatch_tokens) as parts:
+            for _, part in parts:
+                value, metrics = learn(
+                    self._model,
+                    self._forward.states(part),
+                    part,
+                    loss,
+                    self._temperature,
+                    entropy=self._entropy,
+                    per_token=per_token,
+                    mixed=self._forward.mixed,
+                )
+                total += value
+                for name, metric in metrics.items():
+                    sums[name] = sums.get(name, 0) + metric
+        return total.item()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors of the policy, on its device, not copied; of tied weights, the first name.

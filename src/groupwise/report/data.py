@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from groupwise.algorithms import Algorithm
+from groupwise.compare.tables import stored_tables
 from groupwise.config import Config
 from groupwise.diagnosis import diagnose, read_run
 from groupwise.errors import CheckpointError
@@ -60,7 +61,8 @@ class RunFolder:
         """Another text whenever the run has written something."""
         path = self.folder / "metrics.jsonl"
         written = path.stat().st_mtime_ns if path.exists() else 0
-        return f"{written}-{len(self.files())}-{len(self.files('evaluations'))}"
+        compared = [file.stat().st_mtime_ns for file in self.folder.glob("compare/step-*.json")]
+        return f"{written}-{len(self.files())}-{len(self.files('evaluations'))}-{compared}"
 
     def digests(self, where: str = "rollouts") -> list[Digest]:
         """The completions of each step, without their tokens."""
@@ -111,6 +113,7 @@ def overview(run: RunFolder) -> Json:
         "held_out": list(_held_out(evaluations)),
         "hardest": _hardest(rollouts),
         "steps": [one.step for one in rollouts],
+        "tables": stored_tables(run.folder),
         "findings": [finding.as_dict() for finding in diagnose(read_run(run.folder))],
         "formula": [list(line) for line in equations(run.config.algorithm)],
         "legend": LEGEND,

@@ -217,12 +217,21 @@ function diagnosis(state) {
     finding.evidence ? el("p", { class: "note small" }, finding.evidence) : null)));
 }
 
-/** tables: [{title, note, columns, rows}]; numbers are set to the right. */
+/** tables: [{title, note, columns, rows, numbers, shade}]; numbers are set to the right, and shade, from -1 to 1, is behind them. */
 function tables(state) {
-  const all = visible(state).flatMap((run) => run.tables ?? []);
-  return all.length ? section("tables", "What other algorithms would do", "", all.map((table) => el("figure", {}, el("h3", {}, table.title), table.note ? el("p", { class: "about" }, table.note) : null,
-    el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": table.title }, el("table", {}, el("thead", {}, el("tr", {}, table.columns.map((name, i) => el("th", { scope: "col", class: i ? "number" : "" }, name)))),
-      el("tbody", {}, table.rows.map((row) => el("tr", {}, row.map((cell, i) => el("td", { class: i ? "number" : "" }, typeof cell === "number" ? short(cell) : String(cell ?? "")))))))))) ) : null;
+  const all = visible(state).flatMap((run) => (run.tables ?? []).map((table) => ({ ...table, title: table.title + (state.runs.length > 1 ? ` · ${run.name}` : "") })));
+  return all.length ? section("tables", "What other algorithms would do", "", el("div", { class: "stack" }, all.map(oneTable))) : null;
+}
+
+function oneTable({ title, note, columns, rows, numbers = true, shade }) {
+  const kind = (i) => (i && numbers ? "number" : "");
+  const wash = (value) => (value ? `background:rgba(var(--${value > 0 ? "plus" : "minus"}), ${(0.3 * Math.min(1, Math.abs(value))).toFixed(3)})` : "");
+  const cell = (value, i, row) => el(i ? "td" : "th", { ...(i ? {} : { scope: "row" }), class: kind(i), style: wash(shade?.[row][i]) }, typeof value === "number" ? short(value) : String(value ?? ""));
+  return el("figure", {}, el("h3", {}, title),
+    el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": title }, el("table", {},
+      el("thead", {}, el("tr", {}, columns.map((name, i) => (name ? el("th", { scope: "col", class: kind(i) }, name) : el("td", {}))))),
+      el("tbody", {}, rows.map((row, at) => el("tr", {}, row.map((value, i) => cell(value, i, at))))))),
+    note ? el("p", { class: "note small" }, note) : null);
 }
 
 // Prompts -------------------------------------------------------------------------------------------------------------
