@@ -589,6 +589,42 @@ EVALUATION: dict[str, Mistake] = {
         "lower evaluation.max_tokens",
     ),
 }
+PLANS: dict[str, Mistake] = {
+    "a GPU that nobody knows": Mistake(
+        ["plan", "run.yaml", "--gpus", "8xH10"],
+        "--gpus",
+        "H10: no such GPU (did you mean H100?)",
+        "accepted: H100-80G, H200-141G",
+        "by its numbers in GB, TFLOP/s and GB/s: 8xMINE:memory=80",
+    ),
+    "no GPUs at all": Mistake(
+        ["plan", "run.yaml", "--gpus", "0xH100"], "--gpus", "'0xH100'", "a count and a GPU", "such as 8xH100-80G"
+    ),
+    "a GPU by too few numbers": Mistake(
+        ["plan", "run.yaml", "--gpus", "2xMINE:memory=48"],
+        "--gpus: memory=48",
+        "missing: bandwidth, tflops",
+        "accepted: bandwidth, link, memory, network, tflops",
+        "as in 8xMINE:memory=80",
+    ),
+    "a GPU by numbers that are none": Mistake(
+        ["plan", "run.yaml", "--gpus", "2xMINE:memory=much"],
+        "--gpus",
+        "'memory=much'",
+        "write NAME=NUMBER",
+        "such as 8xMINE:memory=80",
+    ),
+    "a simulation of no GPU in particular": Mistake(
+        ["plan", "run.yaml", "--simulate"], "--simulate", "which GPUs?", "name them", "as in --gpus 8xH100-80G"
+    ),
+    "completions longer than they may be": Mistake(
+        ["plan", "run.yaml", "--completion-tokens", "500"],
+        "--completion-tokens",
+        "500",
+        "completions have 1 to sampling.max_tokens",
+        "give their mean, or raise that",
+    ),
+}
 GROUPS: Mapping[str, Mapping[str, Mistake]] = {
     "Settings": SETTINGS,
     "The algorithm": ALGORITHMS,
@@ -598,5 +634,6 @@ GROUPS: Mapping[str, Mapping[str, Mistake]] = {
     "The model": MODELS,
     "The run folder and the machine": MACHINE,
     "Evaluation": EVALUATION,
+    "Plans": PLANS,
 }
 MISTAKES = {f"{group}: {did}": mistake for group, mistakes in GROUPS.items() for did, mistake in mistakes.items()}

@@ -14,6 +14,8 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "groupwise"
 
+PLAN = ("rehearsal", "machine", "calibrate", "local", "outlook", "cluster", "simulate", "report")
+"""Each may import those before it."""
 DIAGNOSIS_RULES = ("of_rewards", "of_completions", "of_updates")
 FLOORS = (
     {"errors", "records", "seeding", "slots", "devices", "hub", "environment", "files", "interrupt"},
@@ -30,6 +32,7 @@ FLOORS = (
     | {"diagnosis", *(f"diagnosis.{name}" for name in ("evidence", "findings", *DIAGNOSIS_RULES))},
     {"cli", "eval_cli", "quickstart", "arithmetic", "check_reward", "diff"}
     | {"report.cli", "diagnosis.cli", "compare.cli"}
+    | {"plan", *(f"plan.{name}" for name in PLAN)}
     | {"foreign", "foreign.roll", "foreign.roll_algorithm", "foreign.trl", "foreign.trl_algorithm", "foreign.cli"},
 )
 SURFACE = {"", "__main__"}  # groupwise/__init__.py gathers the public names; nothing of ours imports it
@@ -71,6 +74,7 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "report.data": {"compare.tables", "config", "diagnosis", "explain", "report.completions"},
     "report": {"report.completions", "report.data"},
     "report.watch": {"report", "report.completions", "report.data"},
+    **{f"plan.{name}": {f"plan.{below}" for below in PLAN[:place]} for place, name in enumerate(PLAN)},
     "quickstart": {"arithmetic"},
     "foreign.roll_algorithm": {"foreign"},
     "foreign.roll": {"foreign", "foreign.roll_algorithm"},
@@ -79,6 +83,17 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "foreign.cli": {"foreign", "foreign.roll", "foreign.trl"},
     "cli": {"check_reward", "quickstart", "diff", "eval_cli"}
     | {f"{name}.cli" for name in ("foreign", "report", "diagnosis", "compare")},
+    "cli": {
+        "plan.machine",
+        "plan.outlook",
+        "plan.report",
+        "check_reward",
+        "quickstart",
+        "diff",
+        "foreign.cli",
+        "report.cli",
+        "diagnosis.cli",
+    },
 }
 # An engine knows tensors and requests, never an algorithm, a task or the loop.
 ENGINES_MAY_IMPORT = {

@@ -72,7 +72,8 @@ def attention(
             shape = rk.shape[1]
             rk, rv = (torch.cat([p[:, None].expand(-1, shape, -1, -1, -1), r], 2) for p, r in ((pk, rk), (pv, rv)))
             rq, rk, rv = (states.flatten(0, 1) for states in (rq, rk, rv))
-            outputs.append(_attend(rq, rk, rv, pk.shape[1], options)[bucket.inside.flatten(0, 1)])
+            found = _attend(rq, rk, rv, pk.shape[1], options)
+            outputs.append(found[bucket.inside.flatten(0, 1)] if bucket.ragged else found.flatten(0, 1))
     return torch.cat(outputs)[layout.order][None], None
 
 

@@ -193,6 +193,55 @@ def check_reward(
 
 
 @app.command()
+def plan(
+    settings: Settings = None,
+    model: Model = None,
+    data: DataFile = None,
+    algorithm: AlgorithmName = None,
+    reward: RewardNames = None,
+    gpus: Annotated[
+        list[str] | None, typer.Option("--gpus", help="GPUs to plan for, such as 8xH100-80G; repeat to compare.")
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Time this machine at the model's sizes first.")
+    ] = False,
+    simulate: Annotated[bool, typer.Option("--simulate", help="With --gpus: 8 to 4,096 of them.")] = False,
+    prompt_tokens: Annotated[
+        int | None, typer.Option("--prompt-tokens", min=1, help="Length of a prompt; else it is measured in the data.")
+    ] = None,
+    completion_tokens: Annotated[
+        int | None, typer.Option("--completion-tokens", min=1, help="Mean length; else all have sampling.max_tokens.")
+    ] = None,
+    tail: Annotated[float, typer.Option(min=0.0, help="Spread of the logarithm of the lengths simulated.")] = 0.8,
+    seed: Annotated[int, typer.Option(help="Of the lengths simulated.")] = 0,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    traceback: Traceback = False,
+) -> None:
+    """Say before a run what it takes: memory, time, how to divide GPUs, and what to change where it does not fit."""
+    from groupwise.plan.machine import read_gpus
+    from groupwise.plan.outlook import subject_of
+    from groupwise.plan.report import as_json as values
+    from groupwise.plan.report import lines
+    from groupwise.plan.report import plan as make_plan
+
+    clusters = [read_gpus(text) for text in gpus or ()]
+    if simulate and not clusters:
+        raise ConfigError("--simulate: which GPUs? name them, as in --gpus 8xH100-80G")
+    config = read_config(settings, model=model, data=data, algorithm=algorithm, rewards=reward)
+    subject, progress = subject_of(config, prompt_tokens, completion_tokens), _console(quiet or as_json)
+    found = make_plan(subject, clusters, measure=calibrate, simulate=simulate, seed=seed, tail=tail, say=progress.print)
+    if as_json:
+        print(json.dumps(values(found)))
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    for part in lines(found):
+        console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
+
+
+@app.command()
 def config(
     settings: Settings = None,
     model: Model = None,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -36,7 +35,11 @@ class Drawn:
         self._uniforms = torch.empty((len(keys), max(limits, default=0)), dtype=torch.float64, device=self._device)
         self._lengths = torch.zeros(len(keys), dtype=torch.int64, device=self._device)
         self._stopped = torch.zeros(len(keys), dtype=torch.bool, device=self._device)
-        self._steps: list[tuple[Tensor, ...]] = []
+        # One place for everything drawn: small tensors kept from each step would lie between the large ones of the
+        # next, whose memory could then never be used again.
+        shape = self._uniforms.shape
+        self._tokens = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        self._logprobs, self._entropies = torch.zeros((2, *shape), device=self._device)
 
     def begin(self, completions: Sequence[int]) -> Tensor:
         """Fetch the random numbers of some completions; their indices, int64."""
@@ -51,22 +54,20 @@ class Drawn:
         chosen = draw(logits, self._uniforms[rows, at], greedy=greedy, top_k=top_k, top_p=top_p)
         stopped = (chosen[0][:, None] == self._stop_ids).any(-1)
         tokens, logprobs, entropies = chosen
-        self._steps.append((rows, at, tokens.int(), logprobs.float(), entropies.float()))
+        self._tokens[rows, at] = tokens.int()
+        self._logprobs[rows, at], self._entropies[rows, at] = logprobs.float(), entropies.float()
         self._stopped[rows] = stopped
         self._lengths[rows] = at + 1
         return tokens, stopped | (at + 1 == self._limits[rows])
 
     def completions(self) -> Iterator[tuple[Ints, Floats, Floats, bool]]:
         """Each completion's tokens, log-probabilities and entropies, and whether it stopped by itself."""
-        lengths = self._lengths.cpu().numpy()
-        starts = np.cumsum(lengths) - lengths
-        rows, at, *drawn = (torch.cat(parts).cpu().numpy() for parts in zip(*self._steps, strict=True))
-        order = np.empty(len(rows), dtype=np.int64)
-        order[starts[rows] + at] = np.arange(len(rows))
-        tokens, logprobs, entropies = (array[order] for array in drawn)
-        for start, length, stopped in zip(starts, lengths, self._stopped.tolist(), strict=True):
-            own = slice(start, start + length)
-            yield tokens[own], logprobs[own], entropies[own], stopped
+        lengths, stopped = self._lengths.tolist(), self._stopped.tolist()
+        tokens, logprobs, entropies = (drawn.cpu().numpy() for drawn in (self._tokens, self._logprobs, self._entropies))
+        for row, length in enumerate(lengths):
+            said = slice(0, length)
+            # Copies, so that a completion does not keep all others alive.
+            yield tokens[row, said].copy(), logprobs[row, said].copy(), entropies[row, said].copy(), stopped[row]
 
 
 def draw(

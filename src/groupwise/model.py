@@ -80,10 +80,15 @@ def load_model(
         )
     _disable_dropout(model)
     if gradient_checkpointing:
-        # The name that transformers 5.23 deprecates is the only one that its earlier versions know.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        checkpoint_gradients(model)
     return model.to(device)
+
+
+def checkpoint_gradients(model: PreTrainedModel) -> None:
+    """From now on, activations are computed again in the backward pass instead of being kept."""
+    # The name that transformers 5.23 deprecates is the only one that its earlier versions know.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def sketch(path: str | Path) -> PreTrainedModel:

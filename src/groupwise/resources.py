@@ -7,6 +7,7 @@ import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -35,6 +36,17 @@ class Memory:
     reference: bool = False
     critic: bool = False
     checkpointing: bool = False
+    trained: int | None = None
+    """Parameters that are trained, where those are not all: with an adapter, its own."""
+    adapted: int = 0
+    """Parameters of an adapter, beside those of the model."""
+    sampling: int = 0
+    """Bytes that sampling holds at its highest beside weights and averages: keys and values, logits, weights arranged
+    for decoding."""
+    working: int | None = None
+    """Bytes of gradients, activations and logits of an update at their highest, where that was rehearsed."""
+    saves_meanwhile: bool = False
+    """Whether a checkpoint may still be on its way to the disk while the run goes on."""
 
     @property
     def others(self) -> bool:
@@ -42,9 +54,36 @@ class Memory:
         return self.reference or self.critic
 
     @property
+    def learning(self) -> int:
+        """Parameters of the policy that are trained."""
+        return self.parameters if self.trained is None else self.trained
+
+    @property
     def fixed(self) -> int:
         """Weights, gradients and AdamW's two averages of policy and critic, and the reference's weights."""
-        return self.parameters * self.width * (4 + self.reference + 4 * self.critic)
+        values = self.parameters * (1 + self.reference + 4 * self.critic) + self.adapted + 3 * self.learning
+        return values * self.width
+
+    @property
+    def resting(self) -> int:
+        """What is held all the time: weights and averages, no gradients."""
+        return self.fixed - (self.learning + self.critic * self.parameters) * self.width
+
+    @property
+    def copies(self) -> int:
+        """Of what a checkpoint writes, which the run need not wait for."""
+        return 3 * (self.learning + self.critic * self.parameters) * self.width
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """The most bytes held in each part of a run."""
+        update = self.needed - self.resting if self.working is None else self.working
+        meanwhile = self.copies * self.saves_meanwhile
+        return {
+            "sampling": self.resting + self.sampling + meanwhile,
+            "update": self.resting + update + meanwhile,
+            "checkpoint": self.resting + self.copies,
+        }
 
     @property
     def each_token(self) -> int:
@@ -80,9 +119,16 @@ class Memory:
 
 
 def memory_of(
-    model: PreTrainedModel, dtype: torch.dtype, *, tokens: int, reference: bool, critic: bool, checkpointing: bool
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    *,
+    tokens: int,
+    reference: bool,
+    critic: bool,
+    checkpointing: bool,
+    **known: Any,
 ) -> Memory:
-    """The memory of training this model, of which only the shapes are looked at."""
+    """The memory of training this model, of which only the shapes are looked at; `known` are more fields of it."""
     config = model.config.get_text_config()
     hidden = int(config.hidden_size)
     inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
@@ -97,7 +143,16 @@ def memory_of(
         reference=reference,
         critic=critic,
         checkpointing=checkpointing,
+        **known,
     )
+
+
+def key_value_count(model: PreTrainedModel) -> int:
+    """Values that a token leaves behind for those after it to attend to: its keys and values in all layers."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * size
 
 
 def parameter_count(model: PreTrainedModel) -> int:

@@ -15,7 +15,7 @@ import torch
 from groupwise.algorithms import Algorithm
 from groupwise.checks import Outline
 from groupwise.config import Config
-from groupwise.resources import available_memory, memory_of, parameter_count
+from groupwise.resources import available_memory, key_value_count, memory_of, parameter_count
 from groupwise.slots import replace
 from groupwise.weights import Importance
 
@@ -109,10 +109,7 @@ def _tokens(config: Config, known: Outline, device: torch.device) -> tuple[int, 
         checkpointing=config.engine.gradient_checkpointing,
     )
     free = max(available - memory.fixed, 0)
-    shape = known.model.config.get_text_config()
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    held = 2 * shape.num_hidden_layers * heads * size * config.engine.weights.itemsize
+    held = key_value_count(known.model) * config.engine.weights.itemsize
     return (
         _between(FREE_FOR_TRAINING * free / memory.each_token, MOST_TRAIN_TOKENS),
         _between(FREE_FOR_SAMPLING * free / held, MOST_SAMPLE_TOKENS),
