@@ -17,8 +17,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from benchmarks.common import SMOKE, machine, publish, save_picture, table
 from groupwise.config import Config
 from groupwise.plan.cluster import Job, job_of
-from groupwise.plan.local import Lengths
 from groupwise.plan.machine import read_gpus
+from groupwise.plan.sampling import Lengths
 from groupwise.plan.simulate import SIZES, pays_until, scaling
 
 

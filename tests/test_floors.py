@@ -14,7 +14,7 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "groupwise"
 
-PLAN = ("rehearsal", "machine", "calibrate", "local", "outlook", "cluster", "simulate", "report")
+PLAN = ("kernels", "rehearsal", "machine", "calibrate", "sampling", "local", "outlook", "cluster", "simulate", "report")
 """Each may import those before it."""
 DIAGNOSIS_RULES = ("of_rewards", "of_completions", "of_updates")
 FLOORS = (
@@ -74,7 +74,7 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "report.data": {"compare.tables", "config", "diagnosis", "explain", "report.completions"},
     "report": {"report.completions", "report.data"},
     "report.watch": {"report", "report.completions", "report.data"},
-    **{f"plan.{name}": {f"plan.{below}" for below in PLAN[:place]} for place, name in enumerate(PLAN)},
+    **{f"plan.{name}": {f"plan.{below}" for below in PLAN[:place]} for place, name in enumerate(PLAN) if place},
     "quickstart": {"arithmetic"},
     "foreign.roll_algorithm": {"foreign"},
     "foreign.roll": {"foreign", "foreign.roll_algorithm"},

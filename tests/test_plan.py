@@ -30,11 +30,13 @@ from groupwise.lean import LeanDecoding
 from groupwise.packing import packed_parts
 from groupwise.plan import calibrate, outlook
 from groupwise.plan.cluster import Job, job_of
-from groupwise.plan.local import Lengths, lean_step, local_step, microbatch, thinning
+from groupwise.plan.kernels import Kernel
+from groupwise.plan.local import local_step, microbatch
 from groupwise.plan.machine import GPUS, Measured, cache_file, read_gpus, recall, remember
 from groupwise.plan.outlook import changed, look_ahead, smallest_change, subject_of
-from groupwise.plan.rehearsal import Kernel, Stage, made_up
+from groupwise.plan.rehearsal import Stage, made_up
 from groupwise.plan.report import plan, verdict
+from groupwise.plan.sampling import Lengths, lean_step, thinning
 from groupwise.plan.simulate import best_split, drawn_lengths, makespan, pays_until, sampled, scale_at, scaling
 from groupwise.resources import key_value_count
 

@@ -19,8 +19,9 @@ from groupwise.engines import Request, Sampling
 from groupwise.engines.local import LocalSampler
 from groupwise.head import learn, products
 from groupwise.packing import Forward
+from groupwise.plan.kernels import Kernel, Work
 from groupwise.plan.machine import NEGLIGIBLE_BYTES, NEGLIGIBLE_FLOPS, Measured
-from groupwise.plan.rehearsal import Kernel, Stage, Work, made_up
+from groupwise.plan.rehearsal import Stage, made_up
 from groupwise.records import Batch
 
 MOST_FLOPS, MOST_BYTES = 4e10, 1.5e9

@@ -15,9 +15,11 @@ from transformers import PreTrainedModel
 
 from groupwise.config import Config
 from groupwise.model import vocabulary
-from groupwise.plan.local import Lengths, optimizer
+from groupwise.plan.kernels import Work
+from groupwise.plan.local import optimizer
 from groupwise.plan.machine import Cluster
-from groupwise.plan.rehearsal import Stage, Work
+from groupwise.plan.rehearsal import Stage
+from groupwise.plan.sampling import Lengths
 from groupwise.resources import FEWEST_TOKENS, key_value_count, parameter_count
 
 USABLE = 0.9

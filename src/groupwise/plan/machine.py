@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 
 from groupwise.errors import ConfigError, did_you_mean
-from groupwise.plan.rehearsal import Kernel, Work
+from groupwise.plan.kernels import Kernel, Work
 
 NEGLIGIBLE_BYTES, NEGLIGIBLE_FLOPS = 1e4, 1e6
 """A kernel below both takes no longer than the call that launches it."""

@@ -19,8 +19,9 @@ from groupwise.data import load_task
 from groupwise.devices import find_device
 from groupwise.errors import ConfigError, Findings
 from groupwise.plan.calibrate import calibrate
-from groupwise.plan.local import Lengths, LocalStep, local_step
+from groupwise.plan.local import LocalStep, local_step
 from groupwise.plan.machine import Measured, recall, remember
+from groupwise.plan.sampling import Lengths
 from groupwise.resources import FEWEST_TOKENS, available_memory
 from groupwise.settling import settle
 
