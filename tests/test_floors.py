@@ -81,18 +81,21 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "foreign.trl_algorithm": {"foreign"},
     "foreign.trl": {"foreign", "foreign.trl_algorithm"},
     "foreign.cli": {"foreign", "foreign.roll", "foreign.trl"},
-    "cli": {"check_reward", "quickstart", "diff", "eval_cli"}
-    | {f"{name}.cli" for name in ("foreign", "report", "diagnosis", "compare")},
     "cli": {
+        "check_reward",
+        "compare",
+        "diagnosis",
+        "diagnosis.cli",
+        "diff",
+        "eval_cli",
+        "foreign",
+        "foreign.cli",
         "plan.machine",
         "plan.outlook",
         "plan.report",
-        "check_reward",
         "quickstart",
-        "diff",
-        "foreign.cli",
+        "report",
         "report.cli",
-        "diagnosis.cli",
     },
 }
 # An engine knows tensors and requests, never an algorithm, a task or the loop.
