@@ -81,22 +81,8 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "foreign.trl_algorithm": {"foreign"},
     "foreign.trl": {"foreign", "foreign.trl_algorithm"},
     "foreign.cli": {"foreign", "foreign.roll", "foreign.trl"},
-    "cli": {
-        "check_reward",
-        "compare",
-        "diagnosis",
-        "diagnosis.cli",
-        "diff",
-        "eval_cli",
-        "foreign",
-        "foreign.cli",
-        "plan.machine",
-        "plan.outlook",
-        "plan.report",
-        "quickstart",
-        "report",
-        "report.cli",
-    },
+    "cli": {"check_reward", "quickstart", "diff", "eval_cli", "plan.machine", "plan.outlook", "plan.report"}
+    | {f"{name}.cli" for name in ("foreign", "report", "diagnosis", "compare")},
 }
 # An engine knows tensors and requests, never an algorithm, a task or the loop.
 ENGINES_MAY_IMPORT = {
