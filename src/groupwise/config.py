@@ -24,6 +24,8 @@ from groupwise.checkpoint import Checkpoint
 from groupwise.curriculum import Curriculum
 from groupwise.data import Data
 from groupwise.engines import Optimizer, Sampling
+from groupwise.engines.fsdp import Fsdp
+from groupwise.engines.local import Local
 from groupwise.errors import ConfigError, did_you_mean
 from groupwise.guards import Guards
 from groupwise.presets import PRESETS
@@ -131,6 +133,8 @@ class Evaluation(Slot):
 class Engine(Slot):
     """What computes, and how much at once."""
 
+    learner: Annotated[Local | Fsdp, OneOf(Local, Fsdp)] = Local()
+    """Where the policy is trained: in this process, or split over several."""
     device: str = "auto"
     """`auto` takes the first CUDA GPU if there is one, else the CPU."""
     dtype: Literal["auto", "float32", "mixed", "bfloat16", "float64"] = "auto"
