@@ -113,9 +113,7 @@ def fresh_folder(home: Path, name: str) -> Path:
     return next(path for i in range(1000) if not (path := Path(f"{stem}-{i}") if i else stem).exists())
 
 
-def build(
-    config: Config, task: Task | None = None, held_out: Task | None = None, ranks: Ranks | None = None
-) -> Parts:
+def build(config: Config, task: Task | None = None, held_out: Task | None = None, ranks: Ranks | None = None) -> Parts:
     """The task, engine and tokenizer of a configuration, checked against each other.
 
     Raises:

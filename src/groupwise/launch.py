@@ -11,18 +11,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any, cast
 
-from torch.distributed import TCPStore
+from torch import distributed
 
 from groupwise.interrupt import SIGNALS
 
-GRACE_SECONDS = 30.0
+GRACE_SECONDS = 10.0
 """What the other ranks have to end in when rank 0 has ended: they notice at once, and tell each other why."""
 
 
 def launch(arguments: Sequence[str], ranks: int) -> int:
     """Run `python ARGUMENTS` once for each rank, and wait for rank 0; its exit code, 1 where a signal ended it."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = cast(Any, distributed).TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
     shared |= {"LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // ranks))
@@ -40,11 +41,12 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
         for process in processes:
             process.send_signal(number)
 
-    for number in SIGNALS:
-        signal.signal(number, hand_on)
+    before = {number: signal.signal(number, hand_on) for number in SIGNALS}
     try:
         return _wait(processes)
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         for process in processes:
             process.kill()
 

@@ -285,7 +285,7 @@ class FsdpLearner:
         self._refreshed = True
 
     def snapshot(self) -> Snapshot:
-        """What is trained, AdamW's averages and, if it has moved, the reference; every rank writes its share of them."""
+        """What is trained, AdamW's averages and, if it has moved, the reference; every rank writes its own."""
         self._copy()
         return partial(self._write, self._snapshots)
 

@@ -64,7 +64,7 @@ class Local(Slot):
         """There is nobody to meet."""
         return contextlib.nullcontext()
 
-    def engine(self, ranks: None, model: str | Path, **settings: Any) -> LocalEngine:
+    def engine(self, ranks: object, model: str | Path, **settings: Any) -> LocalEngine:
         """See `local_engine`."""
         return local_engine(model, **settings)
 

@@ -35,6 +35,9 @@ IDLE = timedelta(days=7)
 ROLL_CALL_SECONDS = 5.0
 """How long those who are left wait for each other's word when one is lost."""
 
+STORES = cast(Any, dist)
+"""Where torch has its stores, unknown to type checkers."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -68,8 +71,10 @@ def _told(channel: str, method: Callable[P, T]) -> Callable[P, T]:
 class Ranks:
     """This process among those that train together."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, store: dist.Store) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, store: Any, timeout: timedelta) -> None:
         self.rank, self.size, self.device, self._store = rank, size, device, store
+        self.timeout = timeout
+        """How long a rank may take to answer."""
         self.members: dict[str, Member] = {}
         """What the others carry out calls of, by the name of its class."""
         self.steps_done = 0
@@ -186,7 +191,7 @@ class Channel:
 
     def __init__(self, ranks: Ranks, name: str) -> None:
         self._ranks, self._name = ranks, name
-        self.group: Any = dist.new_group(backend="gloo", **({} if ranks.rank == 0 else {"timeout": IDLE}))
+        self.group: Any = dist.new_group(backend="gloo", timeout=IDLE if ranks.rank else ranks.timeout)
         """Of those that carry out the calls of this line."""
         self._busy = False
         self.in_step = True
@@ -271,7 +276,9 @@ class Channel:
 def is_loss(error: BaseException) -> bool:
     """Whether an error is about a process that has gone, not about this one."""
     text = str(error)
-    return isinstance(error, dist.DistError | EngineError) or any(word in text for word in ("gloo", "NCCL", "Connection", "Timed out"))
+    return isinstance(error, dist.DistError | EngineError) or any(
+        word in text for word in ("gloo", "NCCL", "Connection", "Timed out")
+    )
 
 
 @contextlib.contextmanager
@@ -291,7 +298,7 @@ def join(timeout_seconds: float, device: str) -> Generator[Ranks]:
     store = _store(rank, size, timeout)
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    ranks = Ranks(rank, size, place, dist.PrefixStore("ranks", store))
+    ranks = Ranks(rank, size, place, STORES.PrefixStore("ranks", store), timeout)
     try:
         yield ranks
     except Exception as error:
@@ -317,7 +324,9 @@ def _device(device: str, local: int) -> torch.device:
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if device not in ("auto", "cuda"):
-        raise ConfigError(f"engine.device: {device}; with engine.learner: fsdp each rank takes its own: use auto or cpu")
+        raise ConfigError(
+            f"engine.device: {device}; with engine.learner: fsdp each rank takes its own; use auto, cuda or cpu"
+        )
     if local >= torch.cuda.device_count():
         raise ConfigError(
             f"engine.learner: fsdp; rank {local} of this machine finds {torch.cuda.device_count()} GPUs: start at most "
@@ -327,12 +336,12 @@ def _device(device: str, local: int) -> torch.device:
     return torch.device("cuda", local)
 
 
-def _store(rank: int, size: int, timeout: timedelta) -> dist.Store:
+def _store(rank: int, size: int, timeout: timedelta) -> Any:
     if size == 1:
-        return dist.HashStore()
+        return STORES.HashStore()
     # torchrun keeps its store when it restarts the ranks, and with it the addresses of those that have died.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=rank == 0 and not hosted, timeout=timeout)
-    return dist.PrefixStore(f"attempt-{attempt}", store)
+    store = STORES.TCPStore(address, port, is_master=rank == 0 and not hosted, timeout=timeout)
+    return STORES.PrefixStore(f"attempt-{attempt}", store)

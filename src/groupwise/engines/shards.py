@@ -13,10 +13,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -53,7 +55,7 @@ class Sharded:
         precision = half if whole.mixed else MixedPrecisionPolicy(cast_forward_inputs=False)
         for layer in _layers(model):
             fully_shard(layer, mesh=mesh, mp_policy=precision)
-        # Embeddings, last norm and head: whole from the forward pass on, for the head works between it and the backward.
+        # Embeddings, last norm and head stay whole after a forward pass: the head works between it and the backward.
         fully_shard(self._root, mesh=mesh, reshard_after_forward=False)
         for module in self._root.modules():
             if isinstance(module, FSDPModule):
@@ -168,7 +170,7 @@ def write_state(path: Path, state: State, group: Any) -> None:
     if names := sorted({name for names in found for name in names}):
         raise CheckpointError(f"{path}: the weight {names[0]} is not finite, so it is not saved")
     try:
-        dcp.save(state, checkpoint_id=path, process_group=group)
+        save(state, checkpoint_id=path, process_group=group)
     except CheckpointException as error:
         raise CheckpointError(f"{path}: cannot be written: {_first(error)}") from error
 
@@ -180,7 +182,7 @@ def names_in(path: Path) -> set[str]:
         CheckpointError: it is missing or damaged.
     """
     try:
-        metadata: Metadata = dcp.FileSystemReader(path).read_metadata()
+        metadata: Metadata = FileSystemReader(path).read_metadata()
     except (*UNREADABLE, EOFError) as error:
         raise CheckpointError(f"{path}: not a complete checkpoint of engine.learner: fsdp: {error!r}") from error
     return {name.split(".")[0] for name in metadata.state_dict_metadata}
@@ -194,7 +196,7 @@ def read_state(path: Path, state: State) -> None:
     """
     try:
         with torch.no_grad():
-            dcp.load(state, checkpoint_id=path)
+            load(state, checkpoint_id=path)
     except (CheckpointException, *UNREADABLE) as error:
         raise CheckpointError(f"{path}: not a checkpoint of this model, or damaged: {_first(error)}") from error
 
