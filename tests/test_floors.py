@@ -49,7 +49,7 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "drawing": {"head"},
     "lean": {"decoding", "folding"},
     "engines.critic": {"engines.steps"},
-    "engines.local": {"engines.steps", "engines.critic"},
+    "engines.local": {"engines.steps", "engines.critic", "engines.ranks"},
     "engines.shards": {"engines.ranks", "engines.steps"},
     "engines.fsdp": {"engines.local", "engines.ranks", "engines.shards", "engines.steps"},
     "packing": {"attention", "model"},

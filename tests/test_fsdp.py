@@ -18,13 +18,15 @@ import pytest
 import ranked
 import torch
 import yaml
+from models import tiny_model
 from toys import metrics, sampled, terminal, toy_config, toy_folder, toy_rows
 
 from groupwise.config import Config
 from groupwise.engines.ranks import join
 from groupwise.engines.shards import shares
-from groupwise.errors import CheckpointError
+from groupwise.errors import CheckpointError, ConfigError
 from groupwise.records import Rollout, collate
+from groupwise.resources import memory_of
 from groupwise.train import train
 
 HERE = Path(__file__).parent
@@ -231,6 +233,25 @@ def test_a_rank_that_is_stuck_or_dies_is_named_and_the_run_can_be_resumed(tmp_pa
         assert re.search(lost, ended.stderr), ended.stderr
         assert "Traceback" not in ended.stderr
     assert re.search(r"groupwise: rank 1 \(process \d+\) was ended by SIGKILL", ended.stderr)
-    done = command("--resume", str(run))
-    assert done.returncode == 0, done.stderr
+    train(Config.load(run / "config.yaml", ["engine.learner.ranks=1"]), resume=run, console=terminal()[0])
     same(tmp_path, 4)
+
+
+def test_a_program_that_is_started_too_often_or_too_rarely_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = toy_runs(tmp_path)
+    alone = Config.load(as_file(two, tmp_path / "run.yaml"))
+    with pytest.raises(ConfigError, match=r"engine\.learner\.ranks: 2; .* `torchrun --nproc-per-node 2 PROGRAM\.py`"):
+        train(alone)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"engine\.learner: local; .* 2 processes, .* set engine\.learner: fsdp"):
+        train(one)
+
+
+def test_a_rank_needs_a_part_of_the_memory_and_room_for_a_copy_to_sample_with(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    shape = {"tokens": 0, "reference": True, "critic": False, "checkpointing": False}
+    weights = sum(parameter.numel() * 4 for parameter in model.parameters())
+    assert memory_of(model, torch.float32, **shape).fixed == 5 * weights
+    assert memory_of(model, torch.float32, **shape, ranks=5).fixed == 2 * weights

@@ -30,7 +30,7 @@ from groupwise.errors import ConfigError, did_you_mean
 from groupwise.guards import Guards
 from groupwise.presets import PRESETS
 from groupwise.rewards import Rewards
-from groupwise.slots import OneOf, Slot, replace
+from groupwise.slots import OneOf, Slot, code_path, replace
 
 Tree = dict[str, Any]
 TRL_NAMES = {
@@ -243,6 +243,16 @@ class Config(Slot):
             self.lora is not None and kl is not None and kl.refresh_every > 0,
             f"algorithm.kl.refresh_every: {kl and kl.refresh_every}; with lora the reference is the base model, which "
             "cannot move: use refresh_every: 0, or lora: null",
+        )
+        learner = self.engine.learner
+        yield (
+            not isinstance(learner, Slot),
+            f"engine.learner: {code_path(cast(Any, learner))}; accepted: local, fsdp; use one of these",
+        )
+        yield (
+            isinstance(learner, Fsdp) and self.algorithm.critic is not None,
+            "algorithm.critic: with engine.learner: fsdp there is none yet; use engine.learner: local, or an algorithm "
+            "without a critic, such as grpo",
         )
         yield (
             self.updates_per_step > self.prompts_per_step,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ class Memory:
     reference: bool = False
     critic: bool = False
     checkpointing: bool = False
+    ranks: int = 0
+    """Processes over which everything is split but a whole copy of the policy, which samples; 0: nothing is split."""
 
     @property
     def others(self) -> bool:
@@ -43,8 +46,9 @@ class Memory:
 
     @property
     def fixed(self) -> int:
-        """Weights, gradients and AdamW's two averages of policy and critic, and the reference's weights."""
-        return self.parameters * self.width * (4 + self.reference + 4 * self.critic)
+        """Weights, gradients and AdamW's two averages of policy and critic, and the reference's weights; of a rank."""
+        everything = self.parameters * self.width * (4 + self.reference + 4 * self.critic)
+        return everything // self.ranks + self.parameters * self.width if self.ranks else everything
 
     @property
     def each_token(self) -> int:
@@ -80,7 +84,14 @@ class Memory:
 
 
 def memory_of(
-    model: PreTrainedModel, dtype: torch.dtype, *, tokens: int, reference: bool, critic: bool, checkpointing: bool
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    *,
+    tokens: int,
+    reference: bool,
+    critic: bool,
+    checkpointing: bool,
+    ranks: int = 0,
 ) -> Memory:
     """The memory of training this model, of which only the shapes are looked at."""
     config = model.config.get_text_config()
@@ -97,6 +108,7 @@ def memory_of(
         reference=reference,
         critic=critic,
         checkpointing=checkpointing,
+        ranks=ranks,
     )
 
 
@@ -106,11 +118,11 @@ def parameter_count(model: PreTrainedModel) -> int:
 
 
 def available_memory(device: torch.device) -> int | None:
-    """Free bytes of the device, or None where nobody says."""
+    """Free bytes of the device, or None where nobody says; of a machine, the share of one of the ranks on it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     limits = [*_meminfo("MemAvailable"), *_left_in_container()] if device.type == "cpu" else []
-    return min(limits, default=None)
+    return min((limit // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) for limit in limits), default=None)
 
 
 def _meminfo(name: str) -> list[int]:

@@ -51,6 +51,10 @@ class Fsdp(Slot):
         """How many processes a command has to start: 1 where somebody has started them."""
         return 1 if started() else self.ranks or torch.cuda.device_count() or 1
 
+    def split(self) -> int:
+        """Over how many processes the weights are split."""
+        return started() or 1
+
     def join(self, device: str) -> contextlib.AbstractContextManager[Ranks]:
         """Meet the other ranks; see `groupwise.engines.ranks.join`.
 
@@ -93,13 +97,8 @@ def fsdp_engine(
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded or served.
-        ConfigError: there is to be a critic, which is not split yet.
     """
-    if critic is not None:
-        raise ConfigError(
-            "algorithm.critic: with engine.learner: fsdp there is none yet; use engine.learner: local, or an algorithm "
-            "without a critic, such as grpo"
-        )
+    assert critic is None, "config refuses it: a critic is not split yet"
     policy, tokenizer, stop_ids = load_policy(model, dtype, device, gradient_checkpointing)
     if lora is not None:
         attach(policy, lora, seed)

@@ -24,8 +24,9 @@ from groupwise.decoding import Decoding, attention_windows
 from groupwise.drawing import Drawn
 from groupwise.engines import Completion, Critic, Learner, LossFn, Optimizer, Request, Sampler, Sampling, Snapshot
 from groupwise.engines.critic import LocalCritic
+from groupwise.engines.ranks import started
 from groupwise.engines.steps import Steps, all_of, copied, distinct, restore_weights, weights_file
-from groupwise.errors import GroupwiseError, ModelError
+from groupwise.errors import ConfigError, GroupwiseError, ModelError
 from groupwise.folding import Folded, is_lean
 from groupwise.head import at_tokens, learn, products, score
 from groupwise.lean import LeanDecoding
@@ -60,8 +61,21 @@ class Local(Slot):
         """How many processes a command has to start."""
         return 1
 
+    def split(self) -> int:
+        """Over how many processes the weights are split; 0: sampler and learner share them."""
+        return 0
+
     def join(self, device: str) -> contextlib.AbstractContextManager[None]:
-        """There is nobody to meet."""
+        """There is nobody to meet.
+
+        Raises:
+            ConfigError: there is, and all would train the same.
+        """
+        if (size := started()) > 1:
+            raise ConfigError(
+                f"engine.learner: local; this program was started as {size} processes, each of which would train the "
+                "same: set engine.learner: fsdp, or start it once"
+            )
         return contextlib.nullcontext()
 
     def engine(self, ranks: object, model: str | Path, **settings: Any) -> LocalEngine:

@@ -315,9 +315,9 @@ def join(timeout_seconds: float, device: str) -> Generator[Ranks]:
 _PLACE = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
 
 
-def started() -> bool:
-    """Whether somebody has started this process as one of several."""
-    return "WORLD_SIZE" in os.environ
+def started() -> int:
+    """As how many processes somebody has started this program; 0 when nobody says."""
+    return int(os.environ.get("WORLD_SIZE", 0))
 
 
 def _device(device: str, local: int) -> torch.device:
