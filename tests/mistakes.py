@@ -114,7 +114,6 @@ SETTINGS: dict[str, Mistake] = {
     ),
     "a device that does not exist": setting("engine.device=potato", "potato", "accepted: auto, cpu, cuda, cuda:0"),
     "an unknown learner": setting("engine.learner=deepspeed", "'deepspeed'", "accepted: local, fsdp", "no such choice"),
-    "code for a learner": setting("engine.learner=mine.py:low", "mine.py:low", "accepted: local, fsdp", "use one of these"),
     "a learner split over nothing": setting(
         "engine.learner={type: fsdp, ranks: 0}", "0", "greater than or equal to 1", "the default is null"
     ),

@@ -19,7 +19,7 @@ import ranked
 import torch
 import yaml
 from models import tiny_model
-from toys import metrics, sampled, terminal, toy_config, toy_folder, toy_rows
+from toys import REWARD, metrics, sampled, terminal, toy_config, toy_folder, toy_rows
 
 from groupwise.config import Config
 from groupwise.engines.ranks import join
@@ -244,6 +244,8 @@ def test_a_program_that_is_started_too_often_or_too_rarely_is_refused(
     alone = Config.load(as_file(two, tmp_path / "run.yaml"))
     with pytest.raises(ConfigError, match=r"engine\.learner\.ranks: 2; .* `torchrun --nproc-per-node 2 PROGRAM\.py`"):
         train(alone)
+    with pytest.raises(ConfigError, match=r"engine\.learner: .*toy_reward\.py:always; accepted: local, fsdp"):
+        Config.load(tmp_path / "run.yaml", [f"engine.learner={REWARD.replace('starts_low', 'always')}"])
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"engine\.learner: local; .* 2 processes, .* set engine\.learner: fsdp"):
         train(one)
