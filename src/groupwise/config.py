@@ -244,10 +244,10 @@ class Config(Slot):
             f"algorithm.kl.refresh_every: {kl and kl.refresh_every}; with lora the reference is the base model, which "
             "cannot move: use refresh_every: 0, or lora: null",
         )
-        learner = self.engine.learner
+        learner: Any = self.engine.learner
         yield (
             not isinstance(learner, Slot),
-            f"engine.learner: {code_path(cast(Any, learner))}; accepted: local, fsdp; use one of these",
+            f"engine.learner: {code_path(learner)}; accepted: local, fsdp; use one of these",
         )
         yield (
             isinstance(learner, Fsdp) and self.algorithm.critic is not None,
