@@ -113,6 +113,25 @@ SETTINGS: dict[str, Mistake] = {
         machine={"torch.cuda.device_count": 0},
     ),
     "a device that does not exist": setting("engine.device=potato", "potato", "accepted: auto, cpu, cuda, cuda:0"),
+    "an unknown learner": setting("engine.learner=deepspeed", "'deepspeed'", "accepted: local, fsdp", "no such choice"),
+    "a learner split over nothing": setting(
+        "engine.learner={type: fsdp, ranks: 0}", "0", "greater than or equal to 1", "the default is null"
+    ),
+    "a learner split over processes, and a device for all of them": Mistake(
+        [*training(), "engine.learner=fsdp", "engine.device=cuda:1"],
+        "engine.device",
+        "cuda:1",
+        "each rank takes its own",
+        "use auto, cuda or cpu",
+        machine={"torch.cuda.device_count": 0},
+    ),
+    "a critic that cannot be split": Mistake(
+        [*training(), "engine.learner=fsdp", "engine.device=cpu", "--algorithm", "ppo"],
+        "algorithm.critic",
+        "fsdp",
+        "an algorithm without a critic, such as grpo",
+        "use engine.learner: local",
+    ),
     "an impossible fraction": setting("max_invalid_fraction=2", "2", "less than or equal to 1", "the default is 0.25"),
     "several problems at once": Mistake(
         [*training(data="nowhere.jsonl", reward="mine.py:raises", model="./nothing"), "engine.device=potato"],

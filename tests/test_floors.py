@@ -18,14 +18,14 @@ PLAN = ("kernels", "rehearsal", "machine", "calibrate", "sampling", "local", "ou
 """Each may import those before it."""
 DIAGNOSIS_RULES = ("of_rewards", "of_completions", "of_updates")
 FLOORS = (
-    {"errors", "records", "seeding", "slots", "devices", "hub", "environment", "files", "interrupt"},
+    {"errors", "records", "seeding", "slots", "devices", "hub", "environment", "files", "interrupt"} | {"launch"},
     {"advantages", "shaping", "weights", "losses", "penalties", "model", "model_files", "resources", "head"}
     | {"adapters", "folding", "lean", "decoding", "drawing", "attention", "packing", "guards", "pending"}
     | {"statistics"},
     {"algorithms", "presets", "chat", "engines"}
     | {"trackers", "trackers.tensorboard", "trackers.wandb", "trackers.trackio"},
     {"rollout", "tasks", "columns", "data", "rewards", "checkpoint", "surplus"}
-    | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
+    | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ranks", "shards", "ray")},
     {"train", "build", "checks", "settling", "evaluate", "log", "config", "curriculum", "explain"}
     | {"report", "report.completions", "report.data", "report.watch"}
     | {"compare", *(f"compare.{name}" for name in ("stored", "opinions", "policy", "tables"))}
@@ -42,6 +42,7 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "devices": {"errors"},
     "files": {"errors"},
     "interrupt": {"errors"},
+    "launch": {"interrupt"},
     "shaping": {"advantages"},
     "penalties": {"losses"},
     "weights": {"losses"},
@@ -51,7 +52,9 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "drawing": {"head"},
     "lean": {"decoding", "folding"},
     "engines.critic": {"engines.steps"},
-    "engines.local": {"engines.steps", "engines.critic"},
+    "engines.local": {"engines.steps", "engines.critic", "engines.ranks"},
+    "engines.shards": {"engines.ranks", "engines.steps"},
+    "engines.fsdp": {"engines.local", "engines.ranks", "engines.shards", "engines.steps"},
     "packing": {"attention", "model"},
     "model": {"model_files"},
     "presets": {"algorithms"},
@@ -100,6 +103,7 @@ ENGINES_MAY_IMPORT = {
     "slots",
     "seeding",
     "errors",
+    "interrupt",
 }
 
 # What `pip install groupwise` brings. pydantic_core, huggingface_hub, pyarrow and markupsafe come with pydantic,

@@ -19,7 +19,8 @@ from groupwise.curriculum import History
 from groupwise.data import Data, hold_out, load_task, without_held_out
 from groupwise.devices import find_device
 from groupwise.engines import Critic, Learner, Sampler
-from groupwise.engines.local import LocalSampler, load_policy, local_engine
+from groupwise.engines.local import LocalEngine, LocalSampler, load_policy
+from groupwise.engines.ranks import Ranks
 from groupwise.errors import Findings, GroupwiseError, RewardError
 from groupwise.evaluate import Scores, evaluate
 from groupwise.guards import check_finite
@@ -112,7 +113,7 @@ def fresh_folder(home: Path, name: str) -> Path:
     return next(path for i in range(1000) if not (path := Path(f"{stem}-{i}") if i else stem).exists())
 
 
-def build(config: Config, task: Task | None = None, held_out: Task | None = None) -> Parts:
+def build(config: Config, task: Task | None = None, held_out: Task | None = None, ranks: Ranks | None = None) -> Parts:
     """The task, engine and tokenizer of a configuration, checked against each other.
 
     Raises:
@@ -120,23 +121,9 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
     """
     ready = prepare(config, task, held_out)
     config = ready.config
-    engine = local_engine(
-        config.model,
-        dtype=config.engine.weights,
-        device=ready.device,
-        max_batch_tokens=config.engine.sample_tokens,
-        microbatch_tokens=config.engine.train_tokens,
-        optimizer=config.optimizer,
-        temperature=config.sampling.temperature,
-        total_updates=config.steps * config.updates_per_step,
-        reference=config.model if "ref_logprobs" in config.algorithm.needs(config.updates_per_step) else None,
-        critic=config.critic_optimizer if config.algorithm.critic is not None else None,
-        entropy=config.algorithm.entropy is not None,
-        gradient_checkpointing=config.engine.gradient_checkpointing,
-        lora=config.lora,
-        seed=config.seed,
-        mixed=config.engine.dtype == "mixed",
-    )
+    if ranks is not None:
+        ranks.lead(config.to_yaml())
+    engine = engine_of(config, ranks)
     return Parts(
         config=config,
         task=ready.task,
@@ -149,6 +136,32 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
         save_adapter=engine.save_adapter,
         history=None if config.curriculum is None else History(config.curriculum, ready.task),
         surplus=Surplus() if config.algorithm.filter == "dynamic_sampling" else None,
+    )
+
+
+def engine_of(config: Config, ranks: Ranks | None = None) -> LocalEngine:
+    """The engine of a configuration that `prepare` has settled; that of this rank, where there are several.
+
+    Raises:
+        GroupwiseError: the model cannot be loaded or served, or the engine cannot do what the algorithm needs.
+    """
+    return config.engine.learner.engine(
+        ranks,
+        config.model,
+        dtype=config.engine.weights,
+        device=device_of(config.engine),
+        max_batch_tokens=config.engine.sample_tokens,
+        microbatch_tokens=config.engine.train_tokens,
+        optimizer=config.optimizer,
+        temperature=config.sampling.temperature,
+        total_updates=config.steps * config.updates_per_step,
+        reference=config.model if "ref_logprobs" in config.algorithm.needs(config.updates_per_step) else None,
+        critic=config.critic_optimizer if config.algorithm.critic is not None else None,
+        entropy=config.algorithm.entropy is not None,
+        gradient_checkpointing=config.engine.gradient_checkpointing,
+        lora=config.lora,
+        seed=config.seed,
+        mixed=config.engine.dtype == "mixed",
     )
 
 

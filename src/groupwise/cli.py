@@ -21,10 +21,11 @@ from groupwise.checkpoint import check_run, model_of
 from groupwise.compare.cli import app as compare_app
 from groupwise.config import Config, Engine, Tree, algorithm_of, apply, read_yaml, reference
 from groupwise.diagnosis.cli import app as doctor_app
-from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.errors import ConfigError, EngineError, GroupwiseError
 from groupwise.eval_cli import app as eval_app
 from groupwise.foreign.cli import app as import_app
 from groupwise.interrupt import seconds
+from groupwise.launch import launch
 from groupwise.presets import PRESETS
 from groupwise.report.cli import app as report_app
 
@@ -114,6 +115,8 @@ def train(
         config = Config.load(resume / "config.yaml")
     else:
         config = read_config(settings, model=model, data=data, algorithm=algorithm, rewards=reward)
+    if (ranks := config.engine.learner.to_start()) > 1:
+        raise typer.Exit(launch(["-m", "groupwise", *sys.argv[1:]], ranks))
     run = run_training(config, resume=resume, max_seconds=max_seconds, console=_console(quiet))
     result = {
         "run": str(run.folder),
@@ -333,7 +336,7 @@ def main() -> None:
         if "--traceback" in sys.argv:
             traceback.print_exc()
         print(f"groupwise: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(1 if isinstance(error, EngineError) else 2)
 
 
 if __name__ == "__main__":

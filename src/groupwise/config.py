@@ -24,11 +24,13 @@ from groupwise.checkpoint import Checkpoint
 from groupwise.curriculum import Curriculum
 from groupwise.data import Data
 from groupwise.engines import Optimizer, Sampling
+from groupwise.engines.fsdp import Fsdp
+from groupwise.engines.local import Local
 from groupwise.errors import ConfigError, did_you_mean
 from groupwise.guards import Guards
 from groupwise.presets import PRESETS
 from groupwise.rewards import Rewards
-from groupwise.slots import OneOf, Slot, replace
+from groupwise.slots import OneOf, Slot, code_path, replace
 
 Tree = dict[str, Any]
 TRL_NAMES = {
@@ -131,6 +133,8 @@ class Evaluation(Slot):
 class Engine(Slot):
     """What computes, and how much at once."""
 
+    learner: Annotated[Local | Fsdp, OneOf(Local, Fsdp)] = Local()
+    """Where the policy is trained: in this process, or split over several."""
     device: str = "auto"
     """`auto` takes the first CUDA GPU if there is one, else the CPU."""
     dtype: Literal["auto", "float32", "mixed", "bfloat16", "float64"] = "auto"
@@ -239,6 +243,16 @@ class Config(Slot):
             self.lora is not None and kl is not None and kl.refresh_every > 0,
             f"algorithm.kl.refresh_every: {kl and kl.refresh_every}; with lora the reference is the base model, which "
             "cannot move: use refresh_every: 0, or lora: null",
+        )
+        learner: Any = self.engine.learner
+        yield (
+            not isinstance(learner, Slot),
+            f"engine.learner: {code_path(learner)}; accepted: local, fsdp; use one of these",
+        )
+        yield (
+            isinstance(learner, Fsdp) and self.algorithm.critic is not None,
+            "algorithm.critic: with engine.learner: fsdp there is none yet; use engine.learner: local, or an algorithm "
+            "without a critic, such as grpo",
         )
         yield (
             self.updates_per_step > self.prompts_per_step,

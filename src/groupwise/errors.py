@@ -6,9 +6,10 @@
     |- ModelError        a model folder, its tokenizer, its chat template
     |- RewardError       a reward function: its name, its signature, what it returned
     |- NumericalError    a loss or gradient that is not finite, and where it comes from
-    `- CheckpointError   a run folder or a checkpoint in it
+    |- CheckpointError   a run folder or a checkpoint in it
+    `- EngineError       another process of the run has died or does not answer
 
-The command line prints the message and exits with 2.  Broken invariants are `assert`s, not these.
+The command line prints the message and exits with 2 (an `EngineError`: 1).  Broken invariants are `assert`s, not these.
 A message names the path, the value, what is accepted and the way out.  `Findings` gathers those of independent checks,
 so that the user mends everything at once and not one thing a run.
 """
@@ -59,6 +60,10 @@ class NumericalError(GroupwiseError):
 
 class CheckpointError(GroupwiseError):
     """A run folder or checkpoint is missing, damaged or belongs to another run."""
+
+
+class EngineError(GroupwiseError):
+    """A process that takes part in a run has died or does not answer.  Nobody's input is wrong."""
 
 
 class Findings:

@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -131,11 +132,12 @@ def culprits(
 def poisoned(loss: Callable[..., Any]) -> Callable[..., Any]:
     """A loss with the same gradient and the value nan, so that no optimizer applies it."""
 
-    def with_nan(*arguments: Any) -> Any:
-        value = loss(*arguments)
-        return (value[0] + math.nan, *value[1:]) if isinstance(value, tuple) else value + math.nan
+    return partial(_with_nan, loss)  # no function of its own, so that it can be sent to other processes
 
-    return with_nan
+
+def _with_nan(loss: Callable[..., Any], *arguments: Any) -> Any:
+    value = loss(*arguments)
+    return (value[0] + math.nan, *value[1:]) if isinstance(value, tuple) else value + math.nan
 
 
 def _safe(probe: Callable[[Batch], object], one: Batch) -> bool:

@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Generator
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from groupwise.errors import ConfigError
 
@@ -69,8 +69,7 @@ class Stop:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._asked is not None:
-            os.write(2, b"asked twice: leaving at once\n")
-            os._exit(128 + number)
+            _leave(number)
         self._asked = self._limit or signal.Signals(number).name
         if not self._held:
             raise Stopped(self._asked)
@@ -83,6 +82,32 @@ class Stop:
             os.kill(os.getpid(), signal.SIGTERM)  # only a signal reaches the main thread wherever it is
         else:
             self._asked = self._limit
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Generator[None]:
+    """What runs inside is finished before a signal to stop is heard; a second one ends the process at once."""
+    heard: list[int] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        if heard:
+            _leave(number)
+        heard.append(number)
+
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, hear) for number in SIGNALS} if main else {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if heard:
+            signal.raise_signal(heard[0])
+
+
+def _leave(number: int) -> NoReturn:
+    os.write(2, b"asked twice: leaving at once\n")
+    os._exit(128 + number)
 
 
 def seconds(text: str) -> float:

@@ -52,8 +52,7 @@ class Forward:
         """
         rows = batch.loss_mask.any(-1).nonzero().squeeze(-1) if len(batch) else torch.arange(0)
         scored = batch if len(rows) == len(batch) else batch.rows(rows)
-        if not self._obstacle and not self._checked:
-            self._check()
+        self.check()
         parts = padded_parts(scored.lengths, budget) if self._obstacle else packed_parts(scored, budget)
         with self._attention(self._usual if self._obstacle else NAME):
             yield ((rows[index], scored.rows(index).to(self.model.device)) for index in parts)
@@ -90,8 +89,10 @@ class Forward:
             self._config._attn_implementation = before
 
     @torch.no_grad()
-    def _check(self) -> None:
+    def check(self) -> None:
         """Compare with the padded way on made-up rows, once; give packing up, loudly, where they differ."""
+        if self._obstacle or self._checked:
+            return
         self._checked = True
         part = _made_up_rows(cast(Any, self.model.get_input_embeddings()).weight.shape[0], window_of(self._config))
         part = part.to(self.model.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,11 +48,17 @@ class Memory:
     """Bytes of gradients, activations and logits of an update at their highest, where that was rehearsed."""
     saves_meanwhile: bool = False
     """Whether a checkpoint may still be on its way to the disk while the run goes on."""
+    ranks: int = 0
+    """Processes over which everything is split but a whole copy of the policy, which samples; 0: nothing is split."""
 
     @property
     def others(self) -> bool:
         """Whether other models than the policy are held."""
         return self.reference or self.critic
+
+    def _share(self, values: int) -> int:
+        """Bytes of so many values that are split over the ranks."""
+        return values * self.width // max(self.ranks, 1)
 
     @property
     def learning(self) -> int:
@@ -60,19 +67,19 @@ class Memory:
 
     @property
     def fixed(self) -> int:
-        """Weights, gradients and AdamW's two averages of policy and critic, and the reference's weights."""
+        """Weights, gradients and AdamW's two averages of policy and critic, and the reference's weights; of a rank."""
         values = self.parameters * (1 + self.reference + 4 * self.critic) + self.adapted + 3 * self.learning
-        return values * self.width
+        return self._share(values) + (self.parameters * self.width if self.ranks else 0)
 
     @property
     def resting(self) -> int:
         """What is held all the time: weights and averages, no gradients."""
-        return self.fixed - (self.learning + self.critic * self.parameters) * self.width
+        return self.fixed - self._share(self.learning + self.critic * self.parameters)
 
     @property
     def copies(self) -> int:
         """Of what a checkpoint writes, which the run need not wait for."""
-        return 3 * (self.learning + self.critic * self.parameters) * self.width
+        return 3 * self._share(self.learning + self.critic * self.parameters)
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -161,11 +168,11 @@ def parameter_count(model: PreTrainedModel) -> int:
 
 
 def available_memory(device: torch.device) -> int | None:
-    """Free bytes of the device, or None where nobody says."""
+    """Free bytes of the device, or None where nobody says; of a machine, the share of one of the ranks on it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     limits = [*_meminfo("MemAvailable"), *_left_in_container()] if device.type == "cpu" else []
-    return min(limits, default=None)
+    return min((limit // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) for limit in limits), default=None)
 
 
 def _meminfo(name: str) -> list[int]:

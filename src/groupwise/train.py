@@ -10,18 +10,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import yaml
 from rich.console import Console
 from torch import Tensor
 
 from groupwise import checkpoint
 from groupwise.algorithms import Algorithm, zero_variance
-from groupwise.build import RUNS, Parts, build, fresh_folder
+from groupwise.build import RUNS, Parts, build, engine_of, fresh_folder
 from groupwise.checkpoint import Checkpoints
 from groupwise.checks import cautions
 from groupwise.config import Config
 from groupwise.engines import Learner
 from groupwise.environment import write_environment
-from groupwise.errors import CheckpointError, NumericalError
+from groupwise.errors import CheckpointError, EngineError, NumericalError
 from groupwise.evaluate import Scores
 from groupwise.files import alone, damage, whole_folder, write_whole
 from groupwise.guards import blaming, cause, poisoned
@@ -296,7 +297,15 @@ def train(
     config = config.resolve()
     if resume is not None:
         checkpoint.check_run(resume)  # before a model is loaded: is there anything to continue?
-    parts = build(config, task, held_out)
+    with config.engine.learner.join(config.engine.device) as ranks:
+        if ranks is not None:
+            ranks.follow(lambda settings: engine_of(Config.parse(yaml.safe_load(settings)), ranks))
+        parts = build(config, task, held_out, ranks)
+        return _train(parts, resume, max_seconds, console)
+
+
+def _train(parts: Parts, resume: Path | None, max_seconds: float | None, console: Console | None) -> Run:
+    """The run of these parts, in its folder."""
     config = parts.config
     name = Path(config.model).name or "model"
     folder = resume or new_folder(Path(config.output) if config.output else fresh_folder(Path(RUNS), name))
@@ -358,10 +367,10 @@ def _continue(config: Config, parts: Parts, log: RunLog) -> tuple[int, Config]:
 
 @contextlib.contextmanager
 def _way_out(folder: Path) -> Generator[None]:
-    """What goes wrong with the run folder says what is left and how to go on."""
+    """What goes wrong with the run folder or a process says what is left and how to go on."""
     try:
         yield
-    except CheckpointError as error:
+    except (CheckpointError, EngineError) as error:
         good = next((path for path in reversed(checkpoint.complete(folder)) if damage(path) is None), None)
         state = "there is no checkpoint yet" if good is None else f"the last good state is {good}"
-        raise CheckpointError(f"{error}; {state}; mend this, then `groupwise train --resume {folder}`") from error
+        raise type(error)(f"{error}; {state}; mend this, then `groupwise train --resume {folder}`") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -50,7 +51,7 @@ def load(config: Config, weights: Weights) -> LocalLearner:
     )
     if weights.is_checkpoint:
         engine.learner.restore(Path(weights.path) / "learner")
-    return engine.learner
+    return cast(LocalLearner, engine.learner)
 
 
 def moved(config: Config, learner: LocalLearner, weights: Weights, target: Weights) -> LocalLearner:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice, starmap
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -22,10 +22,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from groupwise.adapters import Lora, adapted, attach, merged, save_adapter, switched_off, trained
 from groupwise.decoding import Decoding, attention_windows
 from groupwise.drawing import Drawn
-from groupwise.engines import Completion, LossFn, Optimizer, Request, Sampling, Snapshot
+from groupwise.engines import Completion, Critic, Learner, LossFn, Optimizer, Request, Sampler, Sampling, Snapshot
 from groupwise.engines.critic import LocalCritic
+from groupwise.engines.ranks import started
 from groupwise.engines.steps import Steps, all_of, copied, distinct, restore_weights, weights_file
-from groupwise.errors import GroupwiseError, ModelError
+from groupwise.errors import ConfigError, GroupwiseError, ModelError
 from groupwise.folding import Folded, is_lean
 from groupwise.head import at_tokens, learn, products, score
 from groupwise.lean import LeanDecoding
@@ -40,6 +41,7 @@ from groupwise.model import (
 from groupwise.model_files import load_tokenizer
 from groupwise.packing import Forward
 from groupwise.records import Batch, Floats, Ints
+from groupwise.slots import Slot
 
 LOG = logging.getLogger(__name__)
 REFERENCE = "reference.safetensors"
@@ -50,16 +52,47 @@ TRIED = 4
 """Completions that are compared."""
 
 
+class Local(Slot):
+    """This process, with one copy of the weights to sample and to learn."""
+
+    type: Literal["local"] = "local"
+
+    def to_start(self) -> int:
+        """How many processes a command has to start."""
+        return 1
+
+    def split(self) -> int:
+        """Over how many processes the weights are split; 0: sampler and learner share them."""
+        return 0
+
+    def join(self, device: str) -> contextlib.AbstractContextManager[None]:
+        """There is nobody to meet.
+
+        Raises:
+            ConfigError: there is, and all would train the same.
+        """
+        if (size := started()) > 1:
+            raise ConfigError(
+                f"engine.learner: local; this program was started as {size} processes, each of which would train the "
+                "same: set engine.learner: fsdp, or start it once"
+            )
+        return contextlib.nullcontext()
+
+    def engine(self, ranks: object, model: str | Path, **settings: Any) -> LocalEngine:
+        """See `local_engine`."""
+        return local_engine(model, **settings)
+
+
 class LocalEngine(NamedTuple):
     """A sampler and a learner around one model, and what else the model knows."""
 
-    sampler: LocalSampler
-    learner: LocalLearner
+    sampler: Sampler
+    learner: Learner
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
     context: int | None
     """Most tokens of prompt and completion together, or None when the model does not say."""
-    critic: LocalCritic | None = None
+    critic: Critic | None = None
     save_adapter: Callable[[Path], None] | None = None
     """With LoRA: writes the adapter alone."""
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from groupwise.engines import Optimizer, Snapshot
 from groupwise.errors import CheckpointError, NumericalError
 
 # What json, safetensors and torch raise about a file that is missing, cut short or not theirs.
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, pickle.UnpicklingError, safetensors.SafetensorError)
+AVERAGES = ("exp_avg", "exp_avg_sq")
 
 
 class Steps:
@@ -57,7 +59,7 @@ class Steps:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        norm = float(nn.utils.clip_grad_norm_(self._parameters, self._settings.max_grad_norm))
+        norm = float(whole(nn.utils.clip_grad_norm_(self._parameters, self._settings.max_grad_norm)))
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._adamw.zero_grad(set_to_none=True)
             raise NumericalError(
@@ -70,6 +72,24 @@ class Steps:
         self._adamw.zero_grad(set_to_none=True)
         self._updates += 1
         return {"loss": loss, "grad_norm": norm, "learning_rate": rate}
+
+    @property
+    def updates(self) -> int:
+        """How many were done."""
+        return self._updates
+
+    def averages(self) -> list[dict[str, Tensor]]:
+        """AdamW's two running averages of each parameter that is trained, not copied; zeros before the first update."""
+        return [
+            {name: self._adamw.state[parameter].get(name, torch.zeros_like(parameter)) for name in AVERAGES}
+            for parameter in self._parameters
+        ]
+
+    def resume(self, updates: int, averages: Sequence[Mapping[str, Tensor]]) -> None:
+        """Continue after so many updates with these averages."""
+        state = {index: {"step": torch.tensor(float(updates)), **of} for index, of in enumerate(averages)}
+        self._adamw.load_state_dict({**self._adamw.state_dict(), "state": state})
+        self._updates = updates
 
     def snapshot(self) -> Snapshot:
         """AdamW's averages and the number of updates, as they are now: `optimizer.pt` and `updates.json`."""
@@ -96,6 +116,11 @@ class Steps:
             raise CheckpointError(f"{path}: not a complete checkpoint of the optimizer: {error!r}") from error
         self._adamw.load_state_dict({**self._adamw.state_dict(), "state": state})
         self._updates = updates
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that may be split over ranks, in one piece; each of them has to ask."""
+    return cast(Any, tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def copied(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

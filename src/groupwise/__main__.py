@@ -1,0 +1,5 @@
+"""`python -m groupwise` is the `groupwise` command."""
+
+from groupwise.cli import main
+
+main()

@@ -1,0 +1,370 @@
+"""The engine of several processes: the learner's weights, gradients and optimizer are split over them (torch's FSDP2).
+
+    every rank     1/N of the policy, of its gradient and of AdamW's averages; a whole copy of the policy, to sample
+    every update   each rank computes its share of the groups; gradients are summed, for the token weights of the loss
+                   are global already
+
+Shapes: B rows, T tokens of the longest row, V vocabulary, D hidden size, N ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from queue import Queue
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel
+
+from groupwise.adapters import Lora, adapted, attach, merged, save_adapter, switched_off
+from groupwise.engines import Completion, LossFn, Optimizer, Request, Sampling, Snapshot
+from groupwise.engines.local import LocalEngine, LocalSampler, load_policy
+from groupwise.engines.ranks import Ranks, everywhere, everywhere_in_background, join, started
+from groupwise.engines.shards import Sharded, State, copied, names_in, read_state, shares, write_state
+from groupwise.engines.steps import AVERAGES, Steps, distinct, whole
+from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.head import at_tokens, learn, products, score
+from groupwise.model import context_length, load_model
+from groupwise.packing import Forward
+from groupwise.records import Batch, Rollout, collate
+from groupwise.slots import Slot
+
+
+class Fsdp(Slot):
+    """Several processes, over which weights, gradients and optimizer are split (torch's FSDP2)."""
+
+    type: Literal["fsdp"] = "fsdp"
+    ranks: int | None = Field(default=None, ge=1)
+    """Processes that `groupwise train` starts on this machine; null starts one for each of its GPUs.  Under torchrun
+    it is torchrun that decides."""
+    timeout_seconds: float = Field(default=600.0, gt=0)
+    """A rank that leaves the others waiting for longer is given up, and the run ends."""
+
+    def to_start(self) -> int:
+        """How many processes a command has to start: 1 where somebody has started them."""
+        return 1 if started() else self.ranks or torch.cuda.device_count() or 1
+
+    def split(self) -> int:
+        """Over how many processes the weights are split."""
+        return started() or 1
+
+    def join(self, device: str) -> contextlib.AbstractContextManager[Ranks]:
+        """Meet the other ranks; see `groupwise.engines.ranks.join`.
+
+        Raises:
+            ConfigError: nobody has started them.
+        """
+        if not started() and self.ranks not in (None, 1):
+            raise ConfigError(
+                f"engine.learner.ranks: {self.ranks}; this program runs once: start it with `torchrun --nproc-per-node "
+                f"{self.ranks} PROGRAM.py`, or train with `groupwise train RUN.yaml`"
+            )
+        return join(self.timeout_seconds, device)
+
+    def engine(self, ranks: Ranks | None, model: str | Path, **settings: Any) -> LocalEngine:
+        """See `fsdp_engine`."""
+        assert ranks is not None, "join comes first"
+        return fsdp_engine(ranks, model, **settings)
+
+
+def fsdp_engine(
+    ranks: Ranks,
+    model: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    max_batch_tokens: int,
+    microbatch_tokens: int,
+    optimizer: Optimizer,
+    temperature: float,
+    total_updates: int,
+    reference: str | Path | None = None,
+    entropy: bool = False,
+    gradient_checkpointing: bool = False,
+    critic: Optimizer | None = None,
+    mixed: bool = False,
+    lora: Lora | None = None,
+    seed: int = 0,
+) -> LocalEngine:
+    """The engine of this rank; the arguments are those of `local_engine`, on every rank the same.
+
+    Raises:
+        ModelError: the model or its tokenizer cannot be loaded or served.
+    """
+    assert critic is None, "config refuses it: a critic is not split yet"
+    policy, tokenizer, stop_ids = load_policy(model, dtype, device, gradient_checkpointing)
+    if lora is not None:
+        attach(policy, lora, seed)
+    learner = FsdpLearner(
+        ranks,
+        policy,
+        optimizer,
+        temperature=temperature,
+        microbatch_tokens=microbatch_tokens,
+        total_updates=total_updates,
+        reference=None if reference is None else lambda: load_model(reference, dtype=dtype, device=device),
+        entropy=entropy,
+        mixed=mixed,
+    )
+    sampler = SplitSampler(ranks, LocalSampler(policy, stop_ids, max_batch_tokens=max_batch_tokens, mixed=mixed))
+    save = None if lora is None else partial(save_adapter, policy)
+    return LocalEngine(sampler, learner, tokenizer, stop_ids, context_length(policy), None, save)
+
+
+class SplitSampler:
+    """Has every rank draw the completions of some of the groups.  See `groupwise.engines.Sampler`."""
+
+    def __init__(self, ranks: Ranks, sampler: LocalSampler) -> None:
+        """
+        Args:
+            sampler: this rank's own; its model is the one into which the learner gathers its weights.
+        """
+        self.ranks, self._sampler = ranks, sampler
+        ranks.add(self)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over weights that are in every rank's copy of the policy, as those of `FsdpLearner.weights` are."""
+        self._sampler.load(weights, version)
+        self._stamp(version)
+
+    @everywhere
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+        """See `Sampler.sample`; on rank 0, from all ranks.
+
+        Raises:
+            GroupwiseError: what a rank's sampler raises.
+        """
+        ranks = self.ranks
+        try:
+            mine: Any = self._sampler.sample(requests[ranks.rank :: ranks.size], sampling)
+        except GroupwiseError as error:
+            mine = error
+        gathered = ranks.gather(mine)
+        for found in gathered:
+            if isinstance(found, GroupwiseError):
+                raise found
+        return [gathered[i % ranks.size][i // ranks.size] for i in range(len(requests))] if gathered else []
+
+    @everywhere
+    def _stamp(self, version: int) -> None:
+        self._sampler.load((), version)
+        self.ranks.steps_done = version
+
+
+class FsdpLearner:
+    """Scores tokens and takes AdamW steps with a model that is split over the ranks.  See `groupwise.engines.Learner`.
+
+    Losses, gradients and weights are those of `LocalLearner`, up to the order in which the ranks' sums are added.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        model: PreTrainedModel,
+        optimizer: Optimizer,
+        *,
+        temperature: float,
+        microbatch_tokens: int,
+        total_updates: int,
+        reference: Callable[[], PreTrainedModel] | None = None,
+        entropy: bool = False,
+        mixed: bool = False,
+    ) -> None:
+        """
+        Args:
+            ranks: this one among all.
+            model: the policy to begin with, on every rank the same; `weights` brings it up to date.  What does not
+                require a gradient is not trained.  Adapted, it is its own reference, with the adapter off.
+            optimizer: AdamW and its schedule.
+            temperature: logits are divided by it; that of sampling.
+            microbatch_tokens: most tokens, padding included, in one forward pass of a rank.
+            total_updates: optimizer steps over which the schedule falls to 0.
+            reference: what loads the reference policy when it is first asked for, on every rank the same.
+            entropy: hand the loss the entropies of the policy; otherwise they are 0.
+            mixed: gather the layers and take their products in bfloat16; shards, gradients and all else stay float32.
+        """
+        self.ranks = ranks
+        self._whole, self._adapted, self._mixed = model, adapted(model), mixed
+        self._policy = Sharded(Forward(model, mixed), ranks)
+        self._temperature, self._microbatch_tokens = temperature, microbatch_tokens
+        self._load_reference, self._entropy = reference, entropy
+        self._reference: Sharded | None = None
+        self._refreshed = False
+        self._steps = Steps(self._policy.parameters.values(), optimizer, total_updates)
+        self._cpus, self._snapshots = init_device_mesh("cpu", (ranks.size,)), 0
+        self._copies: Queue[tuple[int, State]] = Queue()
+        ranks.add(self)
+
+    @everywhere
+    def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor:
+        """See `Learner.logprobs`.
+
+        Raises:
+            GroupwiseError: `reference` is asked for and there is none.
+        """
+        found = torch.zeros(batch.tokens.shape, dtype=torch.promote_types(self._whole.dtype, torch.float32))
+        with self._reference_policy() if reference else contextlib.nullcontext(self._policy) as policy:
+
+            def scored(part: Batch) -> Tensor:
+                states, targets = policy.forward.states(part), part.tokens[part.loss_mask]
+                with products(self._mixed):
+                    logprobs, _ = score(policy.forward.model, states, targets, self._temperature, False)
+                return at_tokens(part.loss_mask, logprobs)
+
+            with torch.no_grad(), self._passes(policy, batch) as passes:
+                for rows, part in passes:
+                    values = policy.run(scored, part).cpu()
+                    found[rows, : values.shape[1]] = values[: len(rows)]
+            policy.reshard()
+        return self.ranks.sum(found)
+
+    @everywhere
+    def update(self, batch: Batch, loss: LossFn, *, per_token: bool = False) -> dict[str, float]:
+        """See `Learner.update` and `LocalLearner.update`; the metrics are of the whole batch on rank 0 alone.
+
+        Raises:
+            NumericalError: loss or gradient is not finite, and that on every rank; nothing was changed.
+        """
+        sums: dict[str, Tensor] = {}
+
+        def accumulate() -> float:
+            total = torch.zeros((), dtype=torch.float64)
+            with self._passes(self._policy, batch) as passes:
+                for rows, part in passes:
+                    value, metrics = learn(
+                        self._policy.forward.model,
+                        self._policy.run(self._policy.forward.states, part),
+                        part,
+                        loss if len(rows) else _nothing,
+                        self._temperature,
+                        entropy=self._entropy,
+                        per_token=per_token,
+                        mixed=self._mixed,
+                    )
+                    total += value.cpu()
+                    for name, metric in metrics.items():
+                        sums[name] = sums.get(name, 0) + metric.cpu()
+            return float(self.ranks.sum(total))
+
+        taken = self._steps.take(accumulate)
+        totals: dict[str, Tensor] = {}
+        for of_rank in self.ranks.gather(sums):
+            for name, metric in of_rank.items():
+                totals[name] = totals.get(name, 0) + metric
+        means = {name: metric.tolist() for name, metric in totals.items()}
+        return {name: value / count for name, (value, count) in means.items() if count} | taken
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors of the policy, as `LocalLearner.weights`; they are gathered into the whole copy of every
+        rank, one after the other."""
+        self._gather()
+        own = distinct(self._whole.state_dict())
+        return merged(self._whole, own) if self._adapted else own
+
+    @everywhere
+    def refresh_reference(self) -> None:
+        """Make the policy as it is now the reference.
+
+        Raises:
+            GroupwiseError: the policy is adapted, so that its base is the reference.
+        """
+        if self._adapted:
+            raise GroupwiseError("with LoRA the reference is the base model, which cannot move; train without lora")
+        reference = self._reference_model()
+        with torch.no_grad():
+            for name, parameter in self._policy.parameters.items():
+                reference.parameters[name].copy_(parameter)
+        self._refreshed = True
+
+    def snapshot(self) -> Snapshot:
+        """What is trained, AdamW's averages and, if it has moved, the reference; every rank writes its own."""
+        self._copy()
+        return partial(self._write, self._snapshots)
+
+    @everywhere
+    def restore(self, path: Path) -> None:
+        """Continue from what a snapshot wrote, on however many ranks; the optimizer's settings stay those given here.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or is not that of this model.
+        """
+        self._refreshed = "reference" in names_in(path)
+        averages = self._steps.averages()
+        state = self._state(averages)
+        read_state(path, state)
+        self._steps.resume(state["updates"], averages)
+
+    @everywhere
+    def _gather(self) -> None:
+        own = dict(self._whole.named_parameters())
+        with torch.no_grad():
+            for name, shard in self._policy.trained():
+                own[name].copy_(whole(shard))
+
+    @everywhere
+    def _copy(self) -> None:
+        state = self._state(self._steps.averages())
+        self._snapshots += 1
+        self._copies.put((self._snapshots, copied(state, self._cpus)))
+
+    @everywhere_in_background
+    def _write(self, snapshot: int, path: Path) -> None:
+        number, state = self._copies.get()  # rank 0 may write while this rank is still copying
+        while number < snapshot:  # that one was never written
+            number, state = self._copies.get()
+        write_state(path, state, self.ranks.background.group)
+
+    def _state(self, averages: Sequence[Mapping[str, Tensor]]) -> State:
+        """What a checkpoint holds, not copied."""
+        weights = dict(self._policy.trained())
+        state: State = {"weights": weights, "updates": self._steps.updates}
+        state |= {name: {of: one[name] for of, one in zip(weights, averages, strict=True)} for name in AVERAGES}
+        if self._refreshed:
+            state["reference"] = {name: shard.data for name, shard in self._reference_model().parameters.items()}
+        return state
+
+    @contextlib.contextmanager
+    def _passes(self, policy: Sharded, batch: Batch) -> Generator[list[tuple[Tensor, Batch]]]:
+        """This rank's share of a batch in parts: (indices of its rows, rows on the device).
+
+        Every rank has as many parts as any: a forward or backward pass takes all of them.  Those that make up the
+        number have no rows that count.
+        """
+        mine = shares(batch, self.ranks.size)[self.ranks.rank]
+        with policy.forward.microbatches(batch.rows(mine), self._microbatch_tokens) as found:
+            parts = [(mine[rows], part) for rows, part in found]
+            more = self.ranks.most(len(parts)) - len(parts)
+            yield parts + [(mine[:0], _IDLE.to(policy.forward.model.device))] * more
+
+    @contextlib.contextmanager
+    def _reference_policy(self) -> Generator[Sharded]:
+        if self._adapted:
+            with switched_off(self._policy.forward.model):
+                yield self._policy
+        else:
+            yield self._reference_model()
+
+    def _reference_model(self) -> Sharded:
+        if self._reference is None:
+            if self._load_reference is None:
+                raise GroupwiseError("log-probabilities of the reference policy are needed, but no reference was given")
+            self._reference = Sharded(Forward(self._load_reference(), self._mixed), self.ranks)
+        return self._reference
+
+
+_IDLE = collate(
+    [Rollout(tokens=np.zeros(3, np.int32), loss_mask=np.arange(3) > 0, logprobs=np.zeros(3, np.float32), group=0)]
+)
+"""A row to keep the others company with."""
+
+
+def _nothing(logprobs: Tensor, entropies: Tensor, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of `_IDLE`: it has no gradient."""
+    return logprobs.new_zeros(()), {}
