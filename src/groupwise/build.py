@@ -86,11 +86,14 @@ class Parts:
         if self.pending is not None:
             self.pending.forget(steps_done)
 
-    def running(self, log: RunLog) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def running(self, log: RunLog) -> Generator[None]:
         """What the sampler needs beside this process runs inside."""
-        if isinstance(self.sampler, Running):
-            return self.sampler.running(log.folder, log.say)
-        return contextlib.nullcontext()
+        with contextlib.ExitStack() as stack:
+            if isinstance(self.sampler, Running):
+                stack.enter_context(self.sampler.running(log.folder, log.say))
+            log.begin_lap()
+            yield
 
     def saved(self) -> dict[str, Saved]:
         """What a checkpoint holds, by the name of its folder."""

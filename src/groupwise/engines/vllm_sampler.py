@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from groupwise.engines import Completion, Request, Sampling, Serving
-from groupwise.engines.vllm_server import Client, LostError
+from groupwise.engines.vllm_server import DYING_SECONDS, Client, LostError
 from groupwise.engines.vllm_weights import tied, write
 from groupwise.errors import ConfigError, GroupwiseError, ModelError
 from groupwise.model import vocabulary
@@ -95,7 +95,7 @@ class VllmSampler:
                 client.start()
                 self._facts = self._look_at(client)
             except LostError as error:
-                raise GroupwiseError(f"{client.home.name} did not start: {client.home.fate() or error}") from error
+                raise GroupwiseError(f"{client.home.name} did not start: {client.home.fate(DYING_SECONDS) or error}") from error
             self.load(self._serving.weights(), 0)
             yield
         finally:
@@ -215,7 +215,8 @@ class VllmSampler:
         """
         server = self._server
         while True:
-            reason = f"{server.home.name} was lost after {self._version} training steps: {server.home.fate() or loss}"
+            why = server.home.fate(DYING_SECONDS) or loss
+            reason = f"{server.home.name} was lost after {self._version} training steps: {why}"
             if self._restarts >= self._allowed:
                 raise GroupwiseError(
                     f"{reason}; engine.sampler.restarts: {self._allowed} allows no more; see what ended it, and "
@@ -278,18 +279,18 @@ class VllmSampler:
         """The fixed prompt: some whole blocks of keys and values, so that stale ones would be found."""
         length = max(1, min(2 * self._facts["block"] + 1, self._facts["context"] - PROBE_TOKENS))
         prompt = generator("vllm probe").integers(0, self._vocabulary, length).astype(np.int32)
-        return Request(prompt, tuple(key("vllm probe", i) for i in range(PROBES)))
+        return Request(prompt, tuple(key("vllm probe", i) for i in range(min(PROBES, self._facts["sequences"]))))
 
     def _answer_probe(self) -> list[Completion]:
         """
         Raises:
             LostError: the server is gone.
         """
-        sampling = Sampling(max_tokens=PROBE_TOKENS, temperature=self._serving.temperature)
-        answer = self._server.ask(GENERATE, [self._body(self._probe(), sampling)])[0]
+        probe, sampling = self._probe(), Sampling(max_tokens=PROBE_TOKENS, temperature=self._serving.temperature)
+        answer = self._server.ask(GENERATE, [self._body(probe, sampling)])[0]
         if isinstance(answer, LostError):
             raise answer
-        return self._group(answer, PROBES)
+        return self._group(answer, len(probe.keys))
 
     def _look_at(self, server: Client) -> dict[str, Any]:
         """What the server says of itself.

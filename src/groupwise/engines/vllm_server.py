@@ -30,14 +30,20 @@ AT_ONCE = 256
 """Most groups under way at a time."""
 LOOK_SECONDS = 0.2
 """Between two looks at whether a server is there."""
-DYING_SECONDS = 3.0
-"""How long a server that has failed may still look healthy."""
+HEALTH_SECONDS = 10.0
+"""How long a server may take to say how it is."""
+DYING_SECONDS = 2.0
+"""How long a server that has failed may still look alive."""
 TAIL = 16384
 """Bytes at the end of a log in which the reason of a death is looked for."""
 
 
 class LostError(Exception):
     """The server is gone, does not answer, or no longer has our weights."""
+
+
+Body = Mapping[str, Any]
+Response = httpx2.Response | LostError
 
 
 class Home(Protocol):
@@ -59,8 +65,8 @@ class Home(Protocol):
         """Bring the server up, if that is ours to do."""
         ...
 
-    def fate(self) -> str | None:
-        """What became of it, as far as can be seen from here; None while it may be running."""
+    def fate(self, patience: float = 0.0) -> str | None:
+        """What became of it, as far as can be seen from here within so many seconds; None while it may be running."""
         ...
 
     def stop(self) -> None:
@@ -82,7 +88,7 @@ class Found:
     def start(self) -> None:
         """Whoever runs it starts it again."""
 
-    def fate(self) -> str | None:
+    def fate(self, patience: float = 0.0) -> str | None:
         """Cannot be seen from here."""
         return None
 
@@ -134,10 +140,15 @@ class Started:
         assert self._process.stdout is not None
         self.group = int(self._process.stdout.readline() or 0)
 
-    def fate(self) -> str | None:
+    def fate(self, patience: float = 0.0) -> str | None:
         """See `Home`; a server that ends by itself may well do so with code 0."""
-        code = None if self._process is None else self._process.poll()
-        return None if code is None else f"it ended with code {code}: {self._last_words()}"
+        if self._process is None:
+            return None
+        try:
+            code = self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            return None
+        return f"it ended with code {code}: {self._last_words()}"
 
     def stop(self) -> None:
         """End it with all that it started."""
@@ -163,7 +174,6 @@ class Client:
 
     def __init__(self, home: Home, *, timeout_seconds: float, startup_seconds: float) -> None:
         self.home, self._timeout, self._startup = home, timeout_seconds, startup_seconds
-        self._verify = home.url.startswith("https")  # making a context for TLS takes long
 
     def start(self) -> None:
         """Start the server and wait until it answers.
@@ -182,72 +192,64 @@ class Client:
 
     def healthy(self) -> bool:
         """Whether it answers, and has an engine that lives."""
-        try:
-            with self._client(timeout=10.0) as client:
-                return client.get("/health").is_success
-        except httpx2.TransportError:
-            return False
+        (response,) = self._send("GET", [("/health", None)], HEALTH_SECONDS)
+        return not isinstance(response, LostError) and response.is_success
 
-    def call(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    def call(self, path: str, body: Body | None = None) -> Any:
         """The answer to a POST.
 
         Raises:
             LostError: the server is gone.
             GroupwiseError: it refuses.
         """
-        try:
-            with self._client(timeout=self._timeout) as client:
-                response = client.post(path, json=body)
-        except httpx2.TransportError as error:
-            raise LostError(f"{path}: {type(error).__name__}: {error}") from error
+        (response,) = self._send("POST", [(path, body)], self._timeout)
         return self._content(path, response)
 
-    def ask(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[Any | LostError]:
+    def ask(self, path: str, bodies: Sequence[Body]) -> list[Any | LostError]:
         """The answers to POSTs that are under way at the same time.
 
         Raises:
             GroupwiseError: the server refuses one.
         """
+        responses = self._send("POST", [(path, body) for body in bodies], self._timeout)
+        return [self._content_or_loss(path, response) for response in responses]
+
+    def _send(self, method: str, asked: Sequence[tuple[str, Body | None]], timeout: float) -> list[Response]:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            responses = asyncio.run(self._ask_all(path, bodies))
-        else:
-            with ThreadPoolExecutor(max_workers=1) as thread:  # a notebook already runs a loop in this one
-                responses = thread.submit(lambda: asyncio.run(self._ask_all(path, bodies))).result()
-        return [self._content_or_loss(path, response) for response in responses]
+            return asyncio.run(self._send_all(method, asked, timeout))
+        with ThreadPoolExecutor(max_workers=1) as thread:  # a notebook already runs a loop in this one
+            return thread.submit(lambda: asyncio.run(self._send_all(method, asked, timeout))).result()
 
-    async def _ask_all(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[httpx2.Response | LostError]:
+    async def _send_all(self, method: str, asked: Sequence[tuple[str, Body | None]], timeout: float) -> list[Response]:
         turns = asyncio.Semaphore(AT_ONCE)
 
-        async def ask_one(body: Mapping[str, Any]) -> httpx2.Response | LostError:
+        async def send_one(path: str, body: Body | None) -> Response:
             try:
                 # The time limit of an answer is ours: the client's is for each read.
-                async with turns, asyncio.timeout(self._timeout):
-                    return await client.post(path, json=body)
+                async with turns, asyncio.timeout(timeout):
+                    return await client.request(method, path, json=body)
             except TimeoutError:
-                return LostError(f"no answer within {self._timeout:g} seconds (timeout_seconds)")
+                return LostError(f"{path}: no answer within {timeout:g} seconds (timeout_seconds)")
             except httpx2.TransportError as error:
                 return LostError(f"{path}: {type(error).__name__}: {error}")
 
         limits = httpx2.Limits(max_connections=AT_ONCE)
-        transport = httpx2.AsyncHTTPTransport(limits=limits, verify=self._verify, **self.home.reach())
+        verify = self.home.url.startswith("https")  # making a context for TLS takes long
+        transport = httpx2.AsyncHTTPTransport(limits=limits, verify=verify, **self.home.reach())
         async with httpx2.AsyncClient(transport=transport, base_url=self.home.url, timeout=None) as client:
-            return await asyncio.gather(*map(ask_one, bodies))
+            return await asyncio.gather(*(send_one(path, body) for path, body in asked))
 
-    def _client(self, timeout: float) -> httpx2.Client:
-        transport = httpx2.HTTPTransport(verify=self._verify, **self.home.reach())
-        return httpx2.Client(transport=transport, base_url=self.home.url, timeout=timeout)
-
-    def _content_or_loss(self, path: str, response: httpx2.Response | LostError) -> Any | LostError:
-        if isinstance(response, LostError):
-            return response
+    def _content_or_loss(self, path: str, response: Response) -> Any | LostError:
         try:
             return self._content(path, response)
         except LostError as error:
             return error
 
-    def _content(self, path: str, response: httpx2.Response) -> Any:
+    def _content(self, path: str, response: Response) -> Any:
+        if isinstance(response, LostError):
+            raise response
         if response.is_success:
             return response.json() if response.content else None
         problem = f"{path}: {response.status_code}: {response.text[:500]}"

@@ -29,7 +29,8 @@ def main(command: list[str]) -> int:
 
 
 def _end_with_holder(child: subprocess.Popen[bytes]) -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 1):  # not through sys.stdin, whose lock would be held when the interpreter ends
+        pass
     child.terminate()
     try:
         child.wait(GRACE_SECONDS)
