@@ -108,8 +108,8 @@ ENGINES_MAY_IMPORT = {
 CORE = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "pydantic", "yaml", "typer", "rich"}
 CORE |= {"jinja2", "markupsafe", "math_verify", "latex2sympy2_extended", "sympy", "pydantic_core", "huggingface_hub"}
 CORE |= {"pyarrow"}
-# An extra is imported in one file only, and so is httpx2, which is in the core for servers alone: judges, and vLLM, which
-# is never imported: it lives in an environment of its own. Whoever first uses one without a file names its file here.
+# An extra is imported in one file only, and httpx2, which is in the core for servers, in two: judges, and vLLM, which
+# itself is never imported: it has an environment of its own. Whoever first uses one without a file names its file here.
 EXTRAS = {"ray": "engines.ray", "reasoning_gym": "rewards.gym"}
 TALKS_TO_SERVERS = {"rewards.endpoint", "engines.vllm_server"}
 EXTRAS |= dict.fromkeys(["jsonschema", "referencing"], "rewards.json_schema")

@@ -24,6 +24,7 @@ from toys import metrics, sampled, toy_config, toy_folder, toy_rows
 from vllm_stub import Told, interpreter, serve
 
 from groupwise.build import load_sampler
+from groupwise.checks import cautions
 from groupwise.config import Config, Engine
 from groupwise.engines import Completion, Request, Sampler, Sampling, Serving
 from groupwise.engines.local import LocalSampler, load_policy
@@ -99,7 +100,7 @@ def test_a_group_is_one_request_that_says_everything_about_the_distribution(runn
     with running(told := Told()) as (sampler, _):
         groups = sampler.sample([group(1, 2, 3), group(4)], Sampling(max_tokens=4, temperature=0.7))
     assert [len(completions) for completions in groups] == [3, 1]
-    first, second = answered(told)
+    first, second = sorted(answered(told), key=lambda body: -body["sampling_params"]["n"])
     assert first["token_ids"] == [5, 6, 7]
     asked = first["sampling_params"]
     assert (asked["n"], asked["max_tokens"], asked["temperature"], asked["top_p"], asked["top_k"]) == (3, 4, 0.7, 1, 0)
@@ -146,7 +147,10 @@ def test_a_completion_ends_where_the_context_does_and_a_prompt_beyond_it_is_refu
 
 def test_a_group_larger_than_the_server_allows_is_refused(running: Running) -> None:
     told = Told(facts={**vllm_stub.FACTS, "sequences": 2})
-    with running(told) as (sampler, _), pytest.raises(ConfigError, match=r"max_sequences: 2; a group has 3 completions"):
+    with (
+        running(told) as (sampler, _),
+        pytest.raises(ConfigError, match=r"max_sequences: 2; a group has 3 completions"),
+    ):
         sampler.sample([group(1, 2, 3)], Sampling())
 
 
@@ -207,7 +211,21 @@ def test_how_much_they_may_differ_depends_on_how_they_compute(
         raise AssertionError("it began")
 
 
+def test_a_folder_that_is_not_there_is_named(running: Running) -> None:
+    problem = r"no-folder.*cannot be written.*engine\.sampler\.folder"
+    with pytest.raises(GroupwiseError, match=problem), running(Told(), folder="/no-folder"):
+        raise AssertionError("it began")
+
+
 # ------------------------------------------------------------------------------------------------------------- failures
+
+
+def test_weights_reach_a_server_that_dies_while_it_is_asked_about_them(running: Running, tmp_path: Path) -> None:
+    python = interpreter(tmp_path / "python", STUB_DIES_AT=1, STUB_ONCE=tmp_path / "died")
+    with running(python=python, restarts=1) as (sampler, _):
+        sampler.load(distinct(tiny_model("qwen3").state_dict()), 9)
+        (completions,) = sampler.sample([group(1)], Sampling(max_tokens=3))
+    assert completions[0].policy_version == 9
 
 
 def test_what_weights_of_others_drew_is_drawn_again_with_ours(running: Running) -> None:
@@ -426,6 +444,12 @@ def test_an_algorithm_that_needs_entropies_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=f"{path}: needs the entropies of what was sampled"):
             toy_config(tmp_path, algorithm=algorithm, engine={"sampler": "vllm"})
+
+
+def test_a_setting_that_whoever_starts_a_server_decides_has_no_effect_on_one_that_runs(tmp_path: Path) -> None:
+    sampler = {"type": "vllm", "url": "http://127.0.0.1:1", "dtype": "float32", "restarts": 0}
+    said = cautions(toy_config(tmp_path, engine={"sampler": sampler}))
+    assert said == ["engine.sampler.dtype has no effect with url: whoever starts that server decides"]
 
 
 def test_settings_of_a_sampler_are_written_and_read_again(tmp_path: Path) -> None:

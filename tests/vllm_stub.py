@@ -42,7 +42,7 @@ class Told:
     """What a stub does, and what it was asked."""
 
     facts: dict[str, Any] = field(default_factory=lambda: dict(FACTS))
-    logprob: Callable[["Told"], float] = lambda told: 0.0
+    logprob: Callable[[Told], float] = lambda told: 0.0
     by: Callable[[int, dict[str, Any]], Reply | None] = lambda number, body: None
     """Another answer to the request for completions with this number."""
     asked: list[tuple[str, Any]] = field(default_factory=list)
@@ -110,6 +110,9 @@ class Handler(BaseHTTPRequestHandler):
 class OnSocket(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads = True
     told: Told
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Whoever asked has gone: nothing to say."""
 
 
 class OnPort(socketserver.ThreadingTCPServer):

@@ -268,9 +268,7 @@ def load_sampler(model: str, engine: Engine) -> tuple[Sampler, Chat]:
         GroupwiseError: the model cannot be loaded, the engine's device is not there, or another sampler is asked for.
     """
     if engine.sampler is not None:
-        raise ConfigError(
-            "engine.sampler: is that of training; here this process samples: leave it out"
-        )
+        raise ConfigError("engine.sampler: is that of training; here this process samples: leave it out")
     policy, tokenizer, stop_ids = load_policy(model, engine.weights, device_of(engine))
     sampler = LocalSampler(policy, stop_ids, max_batch_tokens=engine.sample_tokens or MOST_SAMPLE_TOKENS)
     return sampler, Chat(tokenizer, stop_ids)

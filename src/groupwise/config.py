@@ -237,13 +237,18 @@ class Config(Slot):
             f"sampling.top_p: {s.top_p}, sampling.top_k: {s.top_k}; training scores the whole distribution, so the "
             "sampled one must not be cut: use top_p: 1 and top_k: 0 (evaluation.top_p and evaluation.top_k may cut it)",
         )
-        entropy = self.algorithm.entropy
+        server, entropy = self.engine.sampler, self.algorithm.entropy
+        yield (
+            isinstance(server, Vllm) and server.url is None and server.max_sequences < self.group_size,
+            f"engine.sampler.max_sequences: {getattr(server, 'max_sequences', '')}; a group is one request: set it to "
+            f"at least group_size: {self.group_size}",
+        )
         for path, needed in (
             ("algorithm.selection", self.algorithm.selection is not None),
             ("algorithm.entropy.target", entropy is not None and entropy.target is not None),
         ):
             yield (
-                needed and isinstance(self.engine.sampler, Vllm),
+                needed and isinstance(server, Vllm),
                 f"{path}: needs the entropies of what was sampled, which engine.sampler: vllm does not report; leave "
                 "it out, or sample in this process with engine.sampler: none",
             )

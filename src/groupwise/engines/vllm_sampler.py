@@ -14,6 +14,7 @@ import contextlib
 import logging
 import math
 import secrets
+import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ class VllmSampler:
         self._allowed, self._folder, self._given_tolerance = restarts, folder, tolerance
         self._vocabulary, self._tied = vocabulary(outline), tied(outline)
         self._run = secrets.token_hex(4)  # weights of another run never pass for ours
-        self._version, self._restarts = 0, 0
+        self._version, self._restarts, self._lock = 0, 0, threading.Lock()
         self._client: Client | None = None
         self._weights = Path()
         self._facts: dict[str, Any] = {}
@@ -87,7 +88,9 @@ class VllmSampler:
         """
         place = folder / "vllm"
         place.mkdir(parents=True, exist_ok=True)
-        self._weights = Path(self._folder or place).resolve() / f"weights-{self._run}.safetensors"
+        # The same name when the run is resumed, so that none is left behind by one that was killed.
+        name = f"groupwise-{key(str(place.resolve())):016x}.safetensors"
+        self._weights = Path(self._folder or place).resolve() / name
         client = self._client = self._connect(place / "server.log")
         say(f"waiting for {client.home.name}")
         try:
@@ -95,7 +98,9 @@ class VllmSampler:
                 client.start()
                 self._facts = self._look_at(client)
             except LostError as error:
-                raise GroupwiseError(f"{client.home.name} did not start: {client.home.fate(DYING_SECONDS) or error}") from error
+                raise GroupwiseError(
+                    f"{client.home.name} did not start: {client.home.fate(DYING_SECONDS) or error}"
+                ) from error
             self.load(self._serving.weights(), 0)
             yield
         finally:
@@ -109,13 +114,10 @@ class VllmSampler:
         Raises:
             GroupwiseError: the server refuses them, was lost too often, or disagrees with the learner afterwards.
         """
-        write(self._weights, weights, getattr(torch, self._facts["dtype"]), self._tied)
-        self._version, self._said = version, []
-        try:
-            self._publish()
-        except LostError as error:
-            self._revive(error)
-        self._compare()
+        with self._lock:
+            write(self._weights, weights, getattr(torch, self._facts["dtype"]), self._tied)
+            self._version = version
+            self._hand_over(self._compare)
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         """For each request, its completions in the order of its keys; groups that were lost are sampled again.
@@ -129,6 +131,7 @@ class VllmSampler:
         bodies = [self._body(request, sampling) for request in requests]
         groups: dict[int, list[Completion]] = {}
         while missing := [i for i in range(len(requests)) if i not in groups]:
+            restarts = self._restarts
             answers = self._server.ask(GENERATE, [bodies[i] for i in missing])
             losses = [answer for answer in answers if isinstance(answer, LostError)]
             for i, answer in zip(missing, answers, strict=True):
@@ -138,8 +141,9 @@ class VllmSampler:
                     groups[i] = self._group(answer, len(requests[i].keys))
                 except LostError as error:
                     losses.append(error)
-            if losses:
-                self._revive(losses[0])
+            with self._lock:
+                if losses and self._restarts == restarts:  # unless a `load` in another thread found out first
+                    self._hand_over(self._compare_with_before, losses[0])
         return [groups[i] for i in range(len(requests))]
 
     # A group ---------------------------------------------------------------------------------------------------------
@@ -181,9 +185,7 @@ class VllmSampler:
         tokens, spans = choice["token_ids"], choice["weight_versions"] or [{"version": "none"}]
         run, _, version = spans[0]["version"].rpartition(".")
         if run != self._run:
-            raise LostError(
-                f"the server has weights {spans[0]['version']!r} that are not of this run"
-            )
+            raise LostError(f"the server has weights {spans[0]['version']!r} that are not of this run")
         if choice["finish_reason"] not in ("stop", "length"):
             raise LostError(f"a completion ended with {choice['finish_reason']!r}")
         return Completion(
@@ -196,6 +198,22 @@ class VllmSampler:
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
+    def _hand_over(self, compare: Callable[[], None], loss: LostError | None = None) -> None:
+        """Publish the weights of the last `load`, to a new server where the old one was lost.
+
+        Raises:
+            GroupwiseError: the server was lost too often, or `compare` refuses.
+        """
+        while True:
+            try:
+                if loss is not None:
+                    self._restart(loss)
+                self._publish()
+                compare()
+                return
+            except LostError as error:
+                loss = error
+
     def _publish(self) -> None:
         """Hand over the file.  Between a failed update and the next one, an engine that is not paused would die."""
         server = self._server
@@ -207,31 +225,25 @@ class VllmSampler:
         server.call("/update_weight_version", {"new_version": f"{self._run}.{self._version}"})
         server.call("/resume")
 
-    def _revive(self, loss: LostError) -> None:
-        """Have the server again, with the weights of the last `load`.
+    def _restart(self, loss: LostError) -> None:
+        """Have a server again, with any weights.
 
         Raises:
+            LostError: it is lost again.
             GroupwiseError: it was lost too often.
         """
         server = self._server
-        while True:
-            why = server.home.fate(DYING_SECONDS) or loss
-            reason = f"{server.home.name} was lost after {self._version} training steps: {why}"
-            if self._restarts >= self._allowed:
-                raise GroupwiseError(
-                    f"{reason}; engine.sampler.restarts: {self._allowed} allows no more; see what ended it, and "
-                    "continue with `groupwise train --resume RUN`"
-                ) from loss
-            self._restarts += 1
-            LOG.warning("%s; restart %d of %d", reason, self._restarts, self._allowed)
-            try:
-                server.start()
-                self._look_at(server)
-                self._publish()
-                self._compare_with_before()
-                return
-            except LostError as error:
-                loss = error
+        why = server.home.fate(DYING_SECONDS) or loss
+        reason = f"{server.home.name} was lost after {self._version} training steps: {why}"
+        if self._restarts >= self._allowed:
+            raise GroupwiseError(
+                f"{reason}; engine.sampler.restarts: {self._allowed} allows no more; see what ended it, and continue "
+                "with `groupwise train --resume RUN`"
+            ) from loss
+        self._restarts += 1
+        LOG.warning("%s; restart %d of %d", reason, self._restarts, self._allowed)
+        server.start()
+        self._look_at(server)
 
     # Trust -----------------------------------------------------------------------------------------------------------
 
@@ -254,8 +266,6 @@ class VllmSampler:
 
     def _compare_with_before(self) -> None:
         """The same, of a server that was started again: the learner may be elsewhere by now."""
-        if not self._said:  # it was lost before it could say anything
-            return
         pairs = zip(self._said, self._answer_probe(), strict=True)
         differences = np.concatenate([_difference(before, now) for before, now in pairs])
         self._refuse_beyond(float(differences.mean()) if len(differences) else math.inf, "the server that was lost")
