@@ -316,7 +316,13 @@ def train(
         log.warn(caution)
     before: Scores | None = None
     try:
-        with Stop(max_seconds) as stop, contextlib.closing(log), contextlib.closing(pending), alone(folder), parts.running(log):
+        with (
+            Stop(max_seconds) as stop,
+            contextlib.closing(log),
+            contextlib.closing(pending),
+            alone(folder),
+            parts.running(log),
+        ):
             start, config = _begin(config, log) if resume is None else _continue(config, parts, log)
             with _way_out(folder):
                 before = parts.evaluate(config, log, 0) if start == 0 else None
