@@ -25,7 +25,7 @@ FLOORS = (
     {"rollout", "tasks", "columns", "data", "rewards", "checkpoint", "surplus"}
     | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "fsdp", "ray")}
     | {f"engines.{name}" for name in ("vllm", "vllm_sampler", "vllm_server", "vllm_weights")}
-    | {f"engines.vllm_side.{name}" for name in ("groupwise_worker", "watch")},
+    | {f"engines.vllm_side.{name}" for name in ("groupwise_worker", "groupwise_watch")},
     {"train", "build", "checks", "settling", "evaluate", "log", "config", "curriculum", "explain"}
     | {"report", "report.completions", "report.data", "report.watch"}
     | {"compare", *(f"compare.{name}" for name in ("stored", "opinions", "policy", "tables"))}

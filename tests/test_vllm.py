@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_vllm_sampler import members, wait_until
+from processes import members, wait_until
 from toys import metrics, toy_config, toy_folder, toy_rows
 
 from groupwise.engines import Completion, Optimizer, Request, Sampling, Serving
@@ -92,7 +92,7 @@ def url(toys: Path, given: Serving) -> Iterator[str]:
     with (
         (toys / "server.log").open("wb") as log,
         subprocess.Popen(
-            [sys.executable, str(SIDE / "watch.py"), *command],
+            [sys.executable, str(SIDE / "groupwise_watch.py"), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=log,

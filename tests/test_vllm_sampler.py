@@ -18,6 +18,7 @@ import pytest
 import torch
 import vllm_stub
 from models import tiny_model
+from processes import alive, members, parent, wait_until
 from safetensors.torch import load_file
 from torch import Tensor
 from toys import metrics, sampled, toy_config, toy_folder, toy_rows
@@ -335,7 +336,7 @@ def test_no_server_survives_a_trainer_that_is_killed() -> None:
         "print(int(watch.stdout.readline()), flush=True)\n"
         "sys.stdin.read()\n"
     )
-    command = [sys.executable, "-c", program, str(SIDE / "watch.py"), "sh", "-c", "sleep 1000 & sleep 1000"]
+    command = [sys.executable, "-c", program, str(SIDE / "groupwise_watch.py"), "sh", "-c", "sleep 1000 & sleep 1000"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as trainer:
         assert trainer.stdout is not None
         group = int(trainer.stdout.readline())
@@ -353,38 +354,9 @@ def test_no_server_survives_when_who_watches_over_it_is_killed(running: Running,
     wait_until(lambda: not alive(pid))
 
 
-def wait_until(done: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 10.0
-    while not done():
-        assert time.monotonic() < give_up
-        time.sleep(0.02)
-
-
-def members(group: int) -> list[int]:
-    """The processes of a group that live."""
-    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    return [pid for pid in pids if alive(pid) and stat(pid)[2] == str(group)]
-
-
-def stat(pid: int) -> list[str]:
-    """State, parent, process group, ... of a process; as of a dead one when there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return ["Z", "0", "0"]
-
-
 def stubs(folder: Path) -> list[int]:
     words = (folder / "vllm" / "server.log").read_text().split()
     return [int(word) for word in words if word.isdigit()]
-
-
-def alive(pid: int) -> bool:
-    return stat(pid)[0] != "Z"
-
-
-def parent(pid: int) -> int:
-    return int(stat(pid)[1])
 
 
 def test_a_server_is_reached_by_nobody_else() -> None:

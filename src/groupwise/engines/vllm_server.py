@@ -130,7 +130,7 @@ class Started:
         self._folder = tempfile.mkdtemp(prefix="groupwise-vllm-")  # that nobody else may enter
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", str(SIDE / "watch.py"), *self._command, "--uds", self.socket],
+                [sys.executable, "-I", str(SIDE / "groupwise_watch.py"), *self._command, "--uds", self.socket],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

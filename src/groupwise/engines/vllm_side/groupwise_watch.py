@@ -1,4 +1,4 @@
-"""Runs a command for as long as whoever started it lives: `python watch.py COMMAND...`.
+"""Runs a command for as long as whoever started it lives: `python groupwise_watch.py COMMAND...`.
 
 Standard input is a pipe whose other end the trainer holds.  It closes when the trainer closes it or dies, be it by
 SIGKILL, and then the command ends with all that it started.  The first line of standard output is the number of the
