@@ -107,7 +107,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-class OnSocket(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+class Stub(socketserver.ThreadingMixIn):
     daemon_threads = True
     told: Told
 
@@ -115,10 +115,12 @@ class OnSocket(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         """Whoever asked has gone: nothing to say."""
 
 
-class OnPort(socketserver.ThreadingTCPServer):
-    daemon_threads = True
+class OnSocket(Stub, socketserver.UnixStreamServer):
+    pass
+
+
+class OnPort(Stub, socketserver.TCPServer):
     allow_reuse_address = True
-    told: Told
 
 
 @contextlib.contextmanager
