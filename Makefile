@@ -2,10 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+VLLM := .venv-vllm/.ready
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help quickstart test check fix bench bench-self docs
+.PHONY: help quickstart test test-vllm check fix bench bench-self docs
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -16,6 +17,9 @@ quickstart: $(READY) ## build a small model, improve it by RL, show before and a
 
 test: $(READY) ## the whole test suite, slow tests included (PYTEST_ARGS='-m "not slow"' for less)
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+test-vllm: $(READY) $(VLLM) ## the tests with a real vLLM server, which gets an environment of its own (2 GB)
+	GROUPWISE_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest tests/test_vllm.py $(PYTEST_ARGS)
 
 check: $(READY) ## lint, format, types, floors; then where a size budget is passed
 	$(BIN)/ruff check .
@@ -45,4 +49,10 @@ $(READY): pyproject.toml constraints.txt tools/system_packages.sh
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	sh tools/system_packages.sh
+	touch $@
+
+$(VLLM): tools/vllm/requirements.txt tools/vllm/wheel.txt
+	test -x .venv-vllm/bin/pip || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --disable-pip-version-check --no-deps -r tools/vllm/requirements.txt
+	.venv-vllm/bin/python -m pip install --disable-pip-version-check --no-deps --require-hashes -r tools/vllm/wheel.txt
 	touch $@

@@ -131,6 +131,32 @@ SETTINGS: dict[str, Mistake] = {
         "fsdp",
         "an algorithm without a critic, such as grpo",
         "use engine.learner: local",
+    "vLLM that is not where it is looked for": setting(
+        "engine.sampler={type: vllm, python: no/python}",
+        "no/python; cannot be run: No such file or directory",
+        "accepted: the Python of an environment with vLLM",
+        "docs/scaling.md says how to make one",
+    ),
+    "an environment without vLLM": Mistake(
+        [*training(), "engine.sampler={type: vllm, python: ./plain}"],
+        "engine.sampler.python",
+        "./plain; it has no vLLM",
+        "accepted: the Python of an environment with vLLM",
+        "or GROUPWISE_VLLM_PYTHON where it is",
+        lambda: (Path("plain").write_text("#!/bin/sh\nexit 1\n"), Path("plain").chmod(0o755)),
+    ),
+    "a server that is no URL": setting(
+        "engine.sampler={type: vllm, url: localhost}", "'localhost'", "^https?://", "the default is null"
+    ),
+    "a group that is more than vLLM may write at a time": setting(
+        "engine.sampler={type: vllm, max_sequences: 3}", "a group is one request", "at least group_size: 4"
+    ),
+    "a selection by entropies that vLLM does not say": Mistake(
+        [*training(), "engine.sampler=vllm", "algorithm.selection=top_entropy"],
+        "algorithm.selection",
+        "needs the entropies of what was sampled",
+        "engine.sampler: vllm does not report",
+        "sample in this process with engine.sampler: none",
     ),
     "an impossible fraction": setting("max_invalid_fraction=2", "2", "less than or equal to 1", "the default is 0.25"),
     "several problems at once": Mistake(

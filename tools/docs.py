@@ -314,7 +314,8 @@ METRICS = {
         "invalid/<name>": "Share of completions on which one reward function has no verdict, because it failed.",
         "invalid/<name>/<cause>": "Its parts, where there are any: the function `raised`, had no answer in time "
         "(`timeout`), took its worker down (`crashed`), or `returned` what is no finite number.",
-        "entropy": "Mean entropy, in nats, of the distributions that the tokens were drawn from.",
+        "entropy": "Mean entropy, in nats, of the distributions that the tokens were drawn from; null with "
+        "`engine.sampler: vllm`, which does not say.",
     },
     "The update": {
         "loss": "The objective's value. On-policy it says little: its gradient does the work.",

@@ -285,7 +285,7 @@ class Algorithm(Slot):
         if self.selection is not None:
             entropies = torch.zeros_like(mask)
             for row, rollout in enumerate(rollouts):
-                assert rollout.entropies is not None, "samplers report entropies"
+                assert rollout.entropies is not None, "Config refuses a selection with a sampler that does not say"
                 entropies[row, : len(rollout.tokens)] = torch.from_numpy(rollout.entropies).to(mask.dtype)
             selection = self.selection(entropies, mask)
         return dataclasses.replace(batch, weights=self.aggregate(mask, batch.groups), selection=selection)

@@ -18,10 +18,11 @@ from groupwise.config import Config, Engine, Evaluation
 from groupwise.curriculum import History
 from groupwise.data import Data, hold_out, load_task, without_held_out
 from groupwise.devices import find_device
-from groupwise.engines import Critic, Learner, Sampler
+from groupwise.engines import Critic, Learner, Running, Sampler, Serving
 from groupwise.engines.local import LocalEngine, LocalSampler, load_policy
 from groupwise.engines.ranks import Ranks
-from groupwise.errors import Findings, GroupwiseError, RewardError
+from groupwise.engines.vllm import Vllm
+from groupwise.errors import ConfigError, Findings, GroupwiseError, RewardError
 from groupwise.evaluate import Scores, evaluate
 from groupwise.guards import check_finite
 from groupwise.log import RunLog
@@ -86,6 +87,15 @@ class Parts:
         if self.pending is not None:
             self.pending.forget(steps_done)
 
+    @contextlib.contextmanager
+    def running(self, log: RunLog) -> Generator[None]:
+        """What the sampler needs beside this process runs inside."""
+        with contextlib.ExitStack() as stack:
+            if isinstance(self.sampler, Running):
+                stack.enter_context(self.sampler.running(log.folder, log.say))
+            log.begin_lap()
+            yield
+
     def saved(self) -> dict[str, Saved]:
         """What a checkpoint holds, by the name of its folder."""
         found = {"learner": self.learner, "critic": self.critic, "curriculum": self.history, "surplus": self.surplus}
@@ -127,7 +137,7 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
     return Parts(
         config=config,
         task=ready.task,
-        sampler=engine.sampler,
+        sampler=_sampler(ready, engine),
         learner=engine.learner,
         critic=engine.critic,
         chat=Chat(engine.tokenizer, engine.stop_ids),
@@ -162,6 +172,25 @@ def engine_of(config: Config, ranks: Ranks | None = None) -> LocalEngine:
         lora=config.lora,
         seed=config.seed,
         mixed=config.engine.dtype == "mixed",
+    )
+
+
+def _sampler(ready: Prepared, engine: LocalEngine) -> Sampler:
+    config = ready.config
+    if config.engine.sampler is None:
+        return engine.sampler
+    return config.engine.sampler(
+        Serving(
+            model=config.model,
+            dtype=config.engine.weights,
+            mixed=config.engine.dtype == "mixed",
+            device=ready.device,
+            threads=torch.get_num_threads(),
+            stop_ids=engine.stop_ids,
+            temperature=config.sampling.temperature,
+            weights=engine.learner.weights,
+            logprobs=engine.learner.logprobs,
+        )
     )
 
 
@@ -207,6 +236,9 @@ def prepare(
             longest = config.evaluation.sampling(config.sampling).max_tokens
             held_out = _checked(held_out, data or config.data, known, longest)
     if training:
+        if isinstance(config.engine.sampler, Vllm):
+            with findings:
+                config.engine.sampler.check()
         folder = Path(config.output or RUNS)
         with findings:
             check_it_learns(config, config.rewards if task is None else task.rewards)
@@ -246,8 +278,10 @@ def load_sampler(model: str, engine: Engine) -> tuple[Sampler, Chat]:
     """A sampler for a model that is not to be trained, and its tokenizer.
 
     Raises:
-        GroupwiseError: the model cannot be loaded, or the engine's device is not there.
+        GroupwiseError: the model cannot be loaded, the engine's device is not there, or another sampler is asked for.
     """
+    if engine.sampler is not None:
+        raise ConfigError("engine.sampler: is that of training; here this process samples: leave it out")
     policy, tokenizer, stop_ids = load_policy(model, engine.weights, device_of(engine))
     sampler = LocalSampler(policy, stop_ids, max_batch_tokens=engine.sample_tokens or MOST_SAMPLE_TOKENS)
     return sampler, Chat(tokenizer, stop_ids)

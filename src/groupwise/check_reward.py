@@ -216,7 +216,7 @@ def check_run(config: Config, rows: int, prompts: int, answer: str | None) -> Re
             raise ConfigError(
                 "model: missing; --sample needs one to answer the prompts: set model in the run file, or --model"
             )
-        sampler, chat = load_sampler(config.model, config.engine)
+        sampler, chat = load_sampler(config.model, replace(config.engine, sampler=None))
         chosen = generator(config.seed, "check-reward", "samples").permutation(len(task.rows))[:prompts].tolist()
         play_rows = partial(play, task, sampler, chat, chosen, group_size=config.group_size, sampling=config.sampling)
         sampled = play_rows(seed=config.seed, step=0, stream="check-reward")

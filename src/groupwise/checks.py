@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from groupwise import algorithms
 from groupwise.chat import Chat
 from groupwise.config import Config, Evaluation
+from groupwise.engines.vllm import Vllm
 from groupwise.errors import CheckpointError, ConfigError, Findings
 from groupwise.model import check_tokenizer, context_length, sketch, stop_token_ids
 from groupwise.model_files import check_weights, load_tokenizer
@@ -41,6 +42,8 @@ FAR_TOO_LARGE = 2
 """Completions may be shorter than they could be: only a run that needs this many times the free memory is refused."""
 LOWEST_TEMPERATURE = 0.1
 """Below this a model rarely says two different things."""
+STARTS_A_SERVER = {"python", "dtype", "max_sequences", "arguments", "environment"}
+"""Settings of vLLM that its command line is made of."""
 BYTES_PER_TOKEN = 12
 """Of a rollout on disk: the token, its log-prob, its mask and its text."""
 
@@ -253,6 +256,9 @@ def _without_effect(config: Config) -> Iterator[tuple[bool, str]]:
         config.curriculum is not None and config.group_size == 1,
         "curriculum takes every prompt for always or never solved when group_size is 1",
     )
+    server = config.engine.sampler
+    for name in sorted(STARTS_A_SERVER & _changed(server)) if isinstance(server, Vllm) and server.url else ():
+        yield True, f"engine.sampler.{name} has no effect with url: whoever starts that server decides"
     for path, slot in (("evaluation.every", config.evaluation), ("checkpoint.every", config.checkpoint)):
         yield (
             slot.every > config.steps and "every" in _changed(slot),

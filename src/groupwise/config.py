@@ -23,9 +23,10 @@ from groupwise.algorithms import Algorithm
 from groupwise.checkpoint import Checkpoint
 from groupwise.curriculum import Curriculum
 from groupwise.data import Data
-from groupwise.engines import Optimizer, Sampling
+from groupwise.engines import MakeSampler, Optimizer, Sampling
 from groupwise.engines.fsdp import Fsdp
 from groupwise.engines.local import Local
+from groupwise.engines.vllm import Vllm
 from groupwise.errors import ConfigError, did_you_mean
 from groupwise.guards import Guards
 from groupwise.presets import PRESETS
@@ -149,6 +150,8 @@ class Engine(Slot):
     """Most tokens whose keys and values are held while sampling; 0 goes by the memory that is free."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a quarter more time."""
+    sampler: Annotated[MakeSampler | None, OneOf(Vllm)] = None
+    """What samples in training; null is the learner's own model, in this process."""
 
     @property
     def weights(self) -> torch.dtype:
@@ -238,6 +241,21 @@ class Config(Slot):
             f"sampling.top_p: {s.top_p}, sampling.top_k: {s.top_k}; training scores the whole distribution, so the "
             "sampled one must not be cut: use top_p: 1 and top_k: 0 (evaluation.top_p and evaluation.top_k may cut it)",
         )
+        server, entropy = self.engine.sampler, self.algorithm.entropy
+        yield (
+            isinstance(server, Vllm) and server.url is None and server.max_sequences < self.group_size,
+            f"engine.sampler.max_sequences: {getattr(server, 'max_sequences', '')}; a group is one request: set it to "
+            f"at least group_size: {self.group_size}",
+        )
+        for path, needed in (
+            ("algorithm.selection", self.algorithm.selection is not None),
+            ("algorithm.entropy.target", entropy is not None and entropy.target is not None),
+        ):
+            yield (
+                needed and isinstance(server, Vllm),
+                f"{path}: needs the entropies of what was sampled, which engine.sampler: vllm does not report; leave "
+                "it out, or sample in this process with engine.sampler: none",
+            )
         kl = self.algorithm.kl
         yield (
             self.lora is not None and kl is not None and kl.refresh_every > 0,

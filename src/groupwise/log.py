@@ -144,6 +144,10 @@ class RunLog:
         self._laps[phase] = self._laps.get(phase, 0.0) + now - self._lap_began
         self._lap_began = now
 
+    def begin_lap(self) -> None:
+        """What took the time until now is no part of a step."""
+        self._lap_began = time.perf_counter()
+
     def rewind(self, steps_done: int) -> list[Metrics]:
         """Forget what was logged after `steps_done` steps, before a run continues from there; the records that stay.
 
@@ -286,7 +290,7 @@ class RunLog:
             f"(95% interval {low:.1%} to {high:.1%}, {scores.prompts} prompts, "
             f"{scores.completion_length:.0f} tokens each{_largest_k(scores.at_k)})"
         )
-        self._lap_began = time.perf_counter()
+        self.begin_lap()
 
     def close(self) -> None:
         """Take the progress bar off the terminal, say how often rewards failed, and end what the trackers write."""

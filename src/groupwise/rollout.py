@@ -64,7 +64,7 @@ def _rollout(prompt: Ints, completion: Completion, group: int, row: Row, chat: C
         tokens=tokens,
         loss_mask=np.arange(len(tokens)) >= len(prompt),
         logprobs=after_prompt(completion.logprobs),
-        entropies=after_prompt(completion.entropies),
+        entropies=None if completion.entropies is None else after_prompt(completion.entropies),
         group=group,
         finish_reason=completion.finish_reason,
         text=chat.text(completion.tokens),

@@ -325,7 +325,13 @@ def _train(parts: Parts, resume: Path | None, max_seconds: float | None, console
         log.warn(caution)
     before: Scores | None = None
     try:
-        with Stop(max_seconds) as stop, contextlib.closing(log), contextlib.closing(pending), alone(folder):
+        with (
+            Stop(max_seconds) as stop,
+            contextlib.closing(log),
+            contextlib.closing(pending),
+            alone(folder),
+            parts.running(log),
+        ):
             start, config = _begin(config, log) if resume is None else _continue(config, parts, log)
             with _way_out(folder):
                 before = parts.evaluate(config, log, 0) if start == 0 else None

@@ -8,10 +8,12 @@ not know which it has.  Engines never see an algorithm: they are handed a loss f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -105,8 +107,8 @@ class Completion:
     """int32[R]"""
     logprobs: Floats
     """float32[R]: natural logarithm, of the tempered distribution the token was drawn from."""
-    entropies: Floats
-    """float32[R]: entropy of that distribution, in nats."""
+    entropies: Floats | None
+    """float32[R]: entropy of that distribution, in nats; None of a sampler that does not say."""
     finish_reason: FinishReason
     policy_version: int
     """The `version` last passed to `Sampler.load` when the first token was drawn."""
@@ -122,6 +124,43 @@ class Sampler(Protocol):
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over the learner's weights; `version` is the number of training steps they have seen."""
         ...
+
+
+@runtime_checkable
+class Running(Protocol):
+    """What some samplers need: a server beside this process, for as long as the run lasts."""
+
+    def running(self, folder: Path, say: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Everything that it needs, inside; `folder` is the run's, and `say` is told what is waited for."""
+        ...
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What a sampler with a model of its own has to know of the run."""
+
+    model: str
+    """Folder or hub id of the policy's first weights."""
+    dtype: torch.dtype
+    """Of the learner's weights."""
+    mixed: bool
+    """Whether the learner takes matrix products in bfloat16."""
+    device: torch.device
+    """The learner's."""
+    threads: int
+    """CPU threads of this process."""
+    stop_ids: Sequence[int]
+    """Tokens that end a completion."""
+    temperature: float
+    """That the learner scores at."""
+    weights: Callable[[], Iterable[tuple[str, Tensor]]]
+    """`Learner.weights`."""
+    logprobs: Callable[[Batch], Tensor]
+    """`Learner.logprobs`."""
+
+
+MakeSampler = Callable[[Serving], Sampler]
+"""What `engine.sampler` holds."""
 
 
 class Learner(Protocol):
