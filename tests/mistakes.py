@@ -113,6 +113,27 @@ SETTINGS: dict[str, Mistake] = {
         machine={"torch.cuda.device_count": 0},
     ),
     "a device that does not exist": setting("engine.device=potato", "potato", "accepted: auto, cpu, cuda, cuda:0"),
+    "sampling ahead in one process": setting(
+        "ahead=2", "2", "sampler and learner share one model", "set engine.placement: ray, or ahead: 0"
+    ),
+    "a placement that does not exist": setting(
+        "engine.placement=slurm", "no such choice", "accepted: local, ray", "or code as file.py:function"
+    ),
+    "Ray that is not installed": Mistake(
+        [*training(), "engine.placement=ray"],
+        "engine.placement",
+        "ray; needs Ray",
+        'pip install "groupwise[ray]"',
+        "or set engine.placement: local",
+        machine={"groupwise.engines.ray.find_spec": None},
+    ),
+    "a Ray cluster that does not answer": Mistake(
+        [*training(), "engine.placement={type: ray, address: '127.0.0.1:1'}"],
+        "engine.placement.address",
+        "127.0.0.1:1; no cluster answers there",
+        "accepted: auto on a machine of one, HOST:PORT, or null",
+        "start one with `ray start --head`",
+    ),
     "an impossible fraction": setting("max_invalid_fraction=2", "2", "less than or equal to 1", "the default is 0.25"),
     "several problems at once": Mistake(
         [*training(data="nowhere.jsonl", reward="mine.py:raises", model="./nothing"), "engine.device=potato"],

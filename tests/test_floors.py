@@ -18,14 +18,14 @@ PLAN = ("kernels", "rehearsal", "machine", "calibrate", "sampling", "local", "ou
 """Each may import those before it."""
 DIAGNOSIS_RULES = ("of_rewards", "of_completions", "of_updates")
 FLOORS = (
-    {"errors", "records", "seeding", "slots", "devices", "hub", "environment", "files", "interrupt"},
+    {"errors", "records", "seeding", "slots", "devices", "hub", "environment", "files", "interrupt"} | {"ahead"},
     {"advantages", "shaping", "weights", "losses", "penalties", "model", "model_files", "resources", "head"}
     | {"adapters", "folding", "lean", "decoding", "drawing", "attention", "packing", "guards", "pending"}
     | {"statistics"},
     {"algorithms", "presets", "chat", "engines"}
     | {"trackers", "trackers.tensorboard", "trackers.wandb", "trackers.trackio"},
     {"rollout", "tasks", "columns", "data", "rewards", "checkpoint", "surplus"}
-    | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "vllm", "fsdp", "ray")},
+    | {f"engines.{name}" for name in ("local", "critic", "steps", "pool", "fake", "vllm", "fsdp", "ray")},
     {"train", "build", "checks", "settling", "evaluate", "log", "config", "curriculum", "explain"}
     | {"report", "report.completions", "report.data", "report.watch"}
     | {"compare", *(f"compare.{name}" for name in ("stored", "opinions", "policy", "tables"))}
@@ -52,6 +52,7 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "lean": {"decoding", "folding"},
     "engines.critic": {"engines.steps"},
     "engines.local": {"engines.steps", "engines.critic"},
+    "engines.ray": {"engines.local", "engines.pool"},
     "packing": {"attention", "model"},
     "model": {"model_files"},
     "presets": {"algorithms"},

@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,8 +19,8 @@ from groupwise.config import Config, Engine, Evaluation
 from groupwise.curriculum import History
 from groupwise.data import Data, hold_out, load_task, without_held_out
 from groupwise.devices import find_device
-from groupwise.engines import Critic, Learner, Sampler
-from groupwise.engines.local import LocalSampler, load_policy, local_engine
+from groupwise.engines import Critic, Learner, Processes, Sampler
+from groupwise.engines.local import LocalSampler, Recipe, load_policy, local_engine, local_sampler
 from groupwise.errors import Findings, GroupwiseError, RewardError
 from groupwise.evaluate import Scores, evaluate
 from groupwise.guards import check_finite
@@ -58,6 +59,8 @@ class Parts:
     """With LoRA: writes the adapter alone, beside the merged model."""
     pending: Pending | None = None
     """Where sampled groups are kept until a checkpoint covers them."""
+    processes: Processes | None = None
+    """What runs sampler and learner, where that is not this process."""
 
     def check(self, log: RunLog, step: int, rollouts: Sequence[Rollout]) -> None:
         """Refuse rewards that cannot be trusted; their groups are not kept, for the rewards have to be asked again.
@@ -79,6 +82,21 @@ class Parts:
             self.history.record(step, rollouts)
         if self.surplus is not None:
             self.surplus.advance()
+
+    def start_over(self) -> None:
+        """The run begins again with its first step: nothing has been seen of any prompt, and nothing is left over."""
+        for part in (self.history, self.surplus):
+            if part is not None:
+                part.forget()
+
+    def idle(self) -> dict[str, float]:
+        """The share of the step in which each side waited, where they are not one process."""
+        return {} if self.processes is None else self.processes.idle()
+
+    def close(self) -> None:
+        """End what runs in other processes."""
+        if self.processes is not None:
+            self.processes.close()
 
     def covered(self, steps_done: int) -> None:
         """A checkpoint of these steps is on disk."""
@@ -120,23 +138,33 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
     """
     ready = prepare(config, task, held_out)
     config = ready.config
-    engine = local_engine(
-        config.model,
-        dtype=config.engine.weights,
-        device=ready.device,
-        max_batch_tokens=config.engine.sample_tokens,
-        microbatch_tokens=config.engine.train_tokens,
-        optimizer=config.optimizer,
-        temperature=config.sampling.temperature,
-        total_updates=config.steps * config.updates_per_step,
-        reference=config.model if "ref_logprobs" in config.algorithm.needs(config.updates_per_step) else None,
-        critic=config.critic_optimizer if config.algorithm.critic is not None else None,
-        entropy=config.algorithm.entropy is not None,
-        gradient_checkpointing=config.engine.gradient_checkpointing,
-        lora=config.lora,
-        seed=config.seed,
-        mixed=config.engine.dtype == "mixed",
+    where: dict[str, Any] = {
+        "dtype": config.engine.weights,
+        "device": ready.device,
+        "max_batch_tokens": config.engine.sample_tokens,
+        "mixed": config.engine.dtype == "mixed",
+    }
+    recipe = Recipe(
+        engine=partial(
+            local_engine,
+            config.model,
+            microbatch_tokens=config.engine.train_tokens,
+            optimizer=config.optimizer,
+            temperature=config.sampling.temperature,
+            total_updates=config.steps * config.updates_per_step,
+            reference=config.model if "ref_logprobs" in config.algorithm.needs(config.updates_per_step) else None,
+            critic=config.critic_optimizer if config.algorithm.critic is not None else None,
+            entropy=config.algorithm.entropy is not None,
+            gradient_checkpointing=config.engine.gradient_checkpointing,
+            lora=config.lora,
+            seed=config.seed,
+            **where,
+        ),
+        sampler=partial(local_sampler, config.model, **where),
+        threads=config.engine.threads or torch.get_num_threads(),
+        gpu=ready.device.type == "cuda",
     )
+    engine = config.engine.placement(recipe)
     return Parts(
         config=config,
         task=ready.task,
@@ -148,7 +176,9 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
         cautions=ready.cautions,
         save_adapter=engine.save_adapter,
         history=None if config.curriculum is None else History(config.curriculum, ready.task),
-        surplus=Surplus() if config.algorithm.filter == "dynamic_sampling" else None,
+        # Left to the step after next at the earliest, what is left over would be older than `ahead` allows.
+        surplus=Surplus() if config.algorithm.filter == "dynamic_sampling" and not config.ahead else None,
+        processes=engine.processes,
     )
 
 

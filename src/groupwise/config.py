@@ -8,7 +8,7 @@ the path, the value, what is accepted and the way out, all problems in one messa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
@@ -24,6 +24,8 @@ from groupwise.checkpoint import Checkpoint
 from groupwise.curriculum import Curriculum
 from groupwise.data import Data
 from groupwise.engines import Optimizer, Sampling
+from groupwise.engines.local import Here, LocalEngine, Recipe
+from groupwise.engines.ray import Ray
 from groupwise.errors import ConfigError, did_you_mean
 from groupwise.guards import Guards
 from groupwise.presets import PRESETS
@@ -145,6 +147,13 @@ class Engine(Slot):
     """Most tokens whose keys and values are held while sampling; 0 goes by the memory that is free."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a quarter more time."""
+    placement: Annotated[Callable[[Recipe], LocalEngine], OneOf(Here, Ray)] = Here()
+    """Where sampler and learner run."""
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether what samples has the very weights that are trained."""
+        return isinstance(self.placement, Here)
 
     @property
     def weights(self) -> torch.dtype:
@@ -177,6 +186,9 @@ class Config(Slot):
     """G: completions for each prompt."""
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer steps on the rollouts of one step, each on its share of the groups."""
+    ahead: int = Field(default=0, ge=0)
+    """Steps that may be sampled ahead while the learner trains, and so the most steps that the weights which sampled
+    are behind; 0 samples and trains in turn.  Needs a sampler with weights of its own."""
     seed: int = 0
     """Decides everything random."""
     curriculum: Curriculum | None = None
@@ -244,6 +256,11 @@ class Config(Slot):
             self.updates_per_step > self.prompts_per_step,
             f"updates_per_step: {self.updates_per_step}; each update needs at least one group: set it to at most "
             f"prompts_per_step: {self.prompts_per_step}, or raise that",
+        )
+        yield (
+            self.ahead > 0 and self.engine.shares_weights,
+            f"ahead: {self.ahead}; with engine.placement: local sampler and learner share one model, which cannot be "
+            "sampled from while it is trained: set engine.placement: ray, or ahead: 0",
         )
         yield (
             self.evaluation.data is not None and self.evaluation.fraction > 0,

@@ -6,6 +6,7 @@
     |- ModelError        a model folder, its tokenizer, its chat template
     |- RewardError       a reward function: its name, its signature, what it returned
     |- NumericalError    a loss or gradient that is not finite, and where it comes from
+    |- EngineError       a process or a machine that samples or learns is lost, or not there to begin with
     `- CheckpointError   a run folder or a checkpoint in it
 
 The command line prints the message and exits with 2.  Broken invariants are `assert`s, not these.
@@ -55,6 +56,10 @@ class NumericalError(GroupwiseError):
         self.grad_norm = grad_norm
         self.findings: Sequence[Any] = ()
         """What of which rollout is not finite (`guards.Finding`), once it has been looked for."""
+
+
+class EngineError(GroupwiseError):
+    """A process that samples or learns has died, or cannot be started where it was asked for."""
 
 
 class CheckpointError(GroupwiseError):
