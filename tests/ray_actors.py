@@ -17,7 +17,6 @@ from groupwise.drawing import Drawn
 from groupwise.engines import Completion, Request, Sampler, Sampling
 from groupwise.engines.local import LocalEngine, Recipe
 from groupwise.engines.ray import Ray
-from groupwise.errors import ModelError
 
 MARKS = "GROUPWISE_TEST_MARKS"
 """Names the folder in which an actor says what it is doing, as PID.WHAT.NUMBER."""
@@ -76,7 +75,3 @@ def slow(recipe: Recipe) -> LocalEngine:
         engine=functools.partial(marking, recipe.engine),
     )
     return Ray(samplers=2)(slowed)
-
-
-def refuse() -> Any:
-    raise ModelError("no such model")

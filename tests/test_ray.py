@@ -21,8 +21,7 @@ import ray_actors
 from rich.console import Console
 from toys import final_bytes, metrics, sampled, terminal, toy_config, toy_folder, toy_rows
 
-from groupwise.engines.local import Recipe
-from groupwise.engines.ray import Actors, Ray, _connect, _ray
+from groupwise.engines.ray import Actors, Ray, _connect, _ray, _started
 from groupwise.errors import EngineError
 from groupwise.train import train
 
@@ -125,16 +124,19 @@ def test_the_actors_are_gone_when_the_run_is_over(ended: Ended, cluster: Path) -
 
 def test_more_samplers_than_there_is_room_for_are_refused(toys: Path, tmp_path: Path, cluster: Path) -> None:
     changes = {"engine": {"placement": {"type": "ray", "samplers": 40, "patience_seconds": 1}}}
-    with pytest.raises(
-        EngineError, match=r"samplers: 40; .* 1 CPU each .* within 1 s; the cluster has 4 CPU in all"
-    ):
+    with pytest.raises(EngineError, match=r"samplers: 40; .* 1 CPU each .* within 1 s; the cluster has 4 CPU in all"):
         train(config(toys, tmp_path / "run", **changes), console=Console(quiet=True))
 
 
-def test_a_model_that_an_actor_cannot_load_is_named(cluster: Path) -> None:
-    recipe = Recipe(engine=ray_actors.refuse, sampler=ray_actors.refuse, threads=1, gpu=False)
-    with pytest.raises(EngineError, match=r"the learner cannot be started: .*ModelError: no such model"):
-        Ray(samplers=1)(recipe)
+def test_why_an_actor_cannot_be_started_is_said(cluster: Path) -> None:
+    class Refusing:
+        def __init__(self) -> None:
+            raise FileNotFoundError("no such model")
+
+        def where(self) -> None: ...
+
+    with pytest.raises(EngineError, match=r"the learner cannot be started: .*FileNotFoundError: no such model"):
+        _started("the learner", _ray().remote(Refusing).remote(), 60)
 
 
 def test_the_run_says_that_it_waits_for_its_learner(caplog: pytest.LogCaptureFixture) -> None:
