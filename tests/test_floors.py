@@ -25,7 +25,7 @@ FLOORS = (
     {"algorithms", "presets", "chat", "engines"}
     | {"trackers", "trackers.tensorboard", "trackers.wandb", "trackers.trackio"},
     {"rollout", "tasks", "columns", "data", "rewards", "checkpoint", "surplus"}
-    | {f"engines.{name}" for name in ("local", "critic", "steps", "pool", "fake", "vllm", "fsdp", "ray")},
+    | {f"engines.{name}" for name in ("local", "critic", "steps", "pool", "actors", "fake", "vllm", "fsdp", "ray")},
     {"train", "build", "checks", "settling", "evaluate", "log", "config", "curriculum", "explain"}
     | {"report", "report.completions", "report.data", "report.watch"}
     | {"compare", *(f"compare.{name}" for name in ("stored", "opinions", "policy", "tables"))}
@@ -52,7 +52,8 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "lean": {"decoding", "folding"},
     "engines.critic": {"engines.steps"},
     "engines.local": {"engines.steps", "engines.critic"},
-    "engines.ray": {"engines.local", "engines.pool"},
+    "engines.actors": {"engines.local"},
+    "engines.ray": {"engines.actors", "engines.local", "engines.pool"},
     "packing": {"attention", "model"},
     "model": {"model_files"},
     "presets": {"algorithms"},

@@ -226,7 +226,8 @@ class Pool:
     def _start(self, member: Member) -> bool:
         """Start a member anew; False when it cannot be."""
         for number in range(1, TRIES + 1):
-            self._doing[member] = None, time.monotonic()
+            with self._lock:
+                self._doing[member] = None, time.monotonic()
             try:
                 member.start()
                 LOG.warning("%s has taken its place", member.name)
@@ -236,7 +237,8 @@ class Pool:
                     return False
                 LOG.warning("%s (attempt %d of %d)", problem, number, TRIES)
             finally:
-                del self._doing[member]
+                with self._lock:
+                    del self._doing[member]
         with self._lock:
             self._serving -= 1
         if not self._serving:
