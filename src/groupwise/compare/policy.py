@@ -48,6 +48,7 @@ def load(config: Config, weights: Weights) -> LocalLearner:
         seed=config.seed,
         mixed=config.engine.dtype == "mixed",
     )
+    assert isinstance(engine.learner, LocalLearner), "it is in this process"
     if weights.is_checkpoint:
         engine.learner.restore(Path(weights.path) / "learner")
     return engine.learner
