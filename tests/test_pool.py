@@ -210,23 +210,26 @@ def test_earlier_calls_come_first(pool_of: Callable[..., Pool]) -> None:
 
 
 def test_it_says_who_is_waited_for(pool_of: Callable[..., Pool], caplog: pytest.LogCaptureFixture) -> None:
-    go = threading.Event()
+    begun, go = threading.Event(), threading.Event()
 
     def wait(prompts: list[int], weights: Published) -> None:
+        begun.set()
         assert go.wait(SOON)
 
-    pool = pool_of(Scripted("sampler 1 (pid 7 on host)", wait), Scripted("sampler 2"), patience=0.05)
+    def leave_one(prompts: list[int], weights: Published) -> None:
+        assert begun.wait(SOON)
+
+    slow, quick = Scripted("sampler 1 (pid 7 on host)", wait), Scripted("sampler 2", leave_one)
+    pool = pool_of(slow, quick, patience=0.05)
     pool.load([], version=8)
     with caplog.at_level(logging.WARNING):
-        # Whichever of the two takes the first groups: nobody else can take those of one that waits.
-        call = later(pool, 2)
-        while "waits since" not in caplog.text and not call.done():
+        call, deadline = later(pool, 2), time.monotonic() + SOON
+        while "free: sampler 2" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.01)
         go.set()
     assert answers(call.result(SOON)) == right(2)
-    assert "for completions (the policy is that after step 8): for sampler 1 (pid 7 on host), which samples group" in (
-        caplog.text
-    )
+    said = "for completions (the policy is that after step 8): for sampler 1 (pid 7 on host), which samples group "
+    assert said in caplog.text
     assert "free: sampler 2" in caplog.text
 
 
