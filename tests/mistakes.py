@@ -131,6 +131,7 @@ SETTINGS: dict[str, Mistake] = {
         "fsdp",
         "an algorithm without a critic, such as grpo",
         "use engine.learner: local",
+    ),
     "vLLM that is not where it is looked for": setting(
         "engine.sampler={type: vllm, python: no/python}",
         "no/python; cannot be run: No such file or directory",
@@ -157,6 +158,34 @@ SETTINGS: dict[str, Mistake] = {
         "needs the entropies of what was sampled",
         "engine.sampler: vllm does not report",
         "sample in this process with engine.sampler: none",
+    ),
+    "sampling ahead in one process": setting(
+        "ahead=2", "2", "sampler and learner share one model", "set engine.placement: ray, or ahead: 0"
+    ),
+    "engines that do not work together": Mistake(
+        [*training(), "engine.placement=ray", "engine.learner=fsdp"],
+        "engine.learner: fsdp",
+        "engine.placement: ray",
+        "do not work together yet",
+        "use one of them",
+    ),
+    "a placement that does not exist": setting(
+        "engine.placement=slurm", "no such choice", "accepted: local, ray", "or code as file.py:function"
+    ),
+    "Ray that is not installed": Mistake(
+        [*training(), "engine.placement=ray"],
+        "engine.placement",
+        "ray; needs Ray",
+        'pip install "groupwise[ray]"',
+        "or set engine.placement: local",
+        machine={"groupwise.engines.ray.find_spec": None},
+    ),
+    "a Ray cluster that does not answer": Mistake(
+        [*training(), "engine.placement={type: ray, address: '127.0.0.1:1'}"],
+        "engine.placement.address",
+        "127.0.0.1:1; no cluster answers there",
+        "accepted: auto on a machine of one, HOST:PORT, or null",
+        "start one with `ray start --head`",
     ),
     "an impossible fraction": setting("max_invalid_fraction=2", "2", "less than or equal to 1", "the default is 0.25"),
     "several problems at once": Mistake(

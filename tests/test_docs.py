@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import placements
 import pytest
 import typer
 import yaml
@@ -155,10 +156,12 @@ def test_every_metric_of_a_run_is_documented_and_every_documented_metric_is_in_a
 
     found: set[str] = set()
     algorithms = ({"preset": "grpo", "correction": "importance"}, "ppo", {"surrogate": f"{__file__}:nowhere"})
-    for number, algorithm in enumerate(algorithms):
+    placed: list[dict[str, Any]] = [{"ahead": 1, "engine": {"placement": f"{placements.__file__}:one"}}, {}, {}]
+    for number, (algorithm, placement) in enumerate(zip(algorithms, placed, strict=True)):
         config = toy_config(
             tmp_path,
             algorithm=algorithm,
+            **placement,
             rewards=["exact_match", {"use": sometimes, "trial": False}],
             steps=2,
             evaluation={"data": {"path": str(tmp_path / "rows.jsonl"), "limit": 4}, "samples": 2, "temperature": 1.0},

@@ -18,14 +18,15 @@ PLAN = ("kernels", "rehearsal", "machine", "calibrate", "sampling", "local", "ou
 """Each may import those before it."""
 DIAGNOSIS_RULES = ("of_rewards", "of_completions", "of_updates")
 FLOORS = (
-    {"errors", "records", "seeding", "slots", "devices", "hub", "environment", "files", "interrupt"} | {"launch"},
+    {"errors", "records", "seeding", "slots", "devices", "hub", "environment", "files", "interrupt", "launch", "ahead"},
     {"advantages", "shaping", "weights", "losses", "penalties", "model", "model_files", "resources", "head"}
     | {"adapters", "folding", "lean", "decoding", "drawing", "attention", "packing", "guards", "pending"}
     | {"statistics"},
     {"algorithms", "presets", "chat", "engines"}
     | {"trackers", "trackers.tensorboard", "trackers.wandb", "trackers.trackio"},
     {"rollout", "tasks", "columns", "data", "rewards", "checkpoint", "surplus"}
-    | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "fsdp", "ranks", "shards", "ray")}
+    | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "fsdp", "ranks", "shards")}
+    | {f"engines.{name}" for name in ("ray", "pool", "actors")}
     | {f"engines.{name}" for name in ("vllm", "vllm_sampler", "vllm_server", "vllm_weights")}
     | {f"engines.vllm_side.{name}" for name in ("groupwise_worker", "groupwise_watch")},
     {"train", "build", "checks", "settling", "evaluate", "log", "config", "curriculum", "explain"}
@@ -59,6 +60,8 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "engines.fsdp": {"engines.local", "engines.ranks", "engines.shards", "engines.steps"},
     "engines.vllm_sampler": {"engines.vllm_server", "engines.vllm_weights"},
     "engines.vllm": {"engines.vllm_sampler", "engines.vllm_server"},
+    "engines.actors": {"engines.local"},
+    "engines.ray": {"engines.actors", "engines.local", "engines.pool"},
     "packing": {"attention", "model"},
     "model": {"model_files"},
     "presets": {"algorithms"},

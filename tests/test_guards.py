@@ -92,10 +92,10 @@ def let_gradients_be_nan(monkeypatch: pytest.MonkeyPatch, step: int = 1) -> None
 def let_a_weight_be_nan(monkeypatch: pytest.MonkeyPatch, built: list[Parts]) -> None:
     original: Callable[..., Any] = TRAIN.annotate
 
-    def poison(rollouts: Any, parts: Parts, needs: Any) -> Any:
+    def poison(rollouts: Any, parts: Parts, *arguments: Any) -> Any:
         if rollouts[0].policy_version == 1:
             dict(parts.learner.weights())["model.norm.weight"].data[3] = math.nan
-        return original(rollouts, parts, needs)
+        return original(rollouts, parts, *arguments)
 
     monkeypatch.setattr(TRAIN, "annotate", poison)
 

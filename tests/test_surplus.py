@@ -97,8 +97,8 @@ def test_the_old_policy_of_an_older_group_is_the_one_that_sampled_it(toys: Path)
     mixed: list[Any] = [
         dataclasses.replace(r, policy_version=int(r.group > 0), logprobs=r.logprobs - 0.5) for r in rollouts
     ]
-    assert all(r.old_logprobs is None for r in annotate(rollouts, parts, set()))
-    for rollout in annotate(mixed, parts, set()):
+    assert all(r.old_logprobs is None for r in annotate(rollouts, parts, config.algorithm, 1, 0))
+    for rollout in annotate(mixed, parts, config.algorithm, 1, 1):
         assert rollout.old_logprobs is not None
         expected = rollout.logprobs if rollout.group == 0 else np.zeros(len(rollout.tokens))  # the learner says 0
         np.testing.assert_array_equal(rollout.old_logprobs, expected)

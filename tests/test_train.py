@@ -60,6 +60,7 @@ RECORD = {
     "invalid/starts_low",
     "entropy",
     "age",
+    "age/mean",
     "completion_tokens",
     "clip_ratio/low",
     "clip_ratio/high",

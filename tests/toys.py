@@ -17,7 +17,7 @@ from tokenizers import pre_tokenizers
 from groupwise.config import Config
 
 REWARD = f"{toy_reward.__file__}:starts_low"
-TIMINGS = ("seconds", "tokens_per_second", "memory")
+TIMINGS = ("seconds", "tokens_per_second", "memory", "idle", "queue")
 
 
 def toy_folder(path: Path, architecture: str = "qwen3", **changes: Any) -> Path:

@@ -296,6 +296,10 @@ METRICS = {
     "The step": {
         "step": "Steps done; 0 is the evaluation before training.",
         "age": "Training steps that the policy had taken since the oldest weights that sampled these completions.",
+        "age/mean": "The same, averaged over the completions.",
+        "queue": "With `ahead`: steps that were sampled and scored already when the learner asked for the next one.",
+        "idle/<side>": "With `engine.placement: ray`: share of the step's time in which the `sampler` actors, or the "
+        "`learner`, had nothing to do.",
         "seconds": "Wall time of the step; writing and checkpoints count in the record after them.",
         "seconds/<phase>": "Its parts: `sample`, `credit` (old, reference and critic passes, advantages), `update`, "
         "`checkpoint`, and `log` (writing the files of the step before).",
@@ -326,7 +330,8 @@ METRICS = {
         "clip_ratio/high": "Share of tokens with A > 0 whose ratio lies above the surrogate's upper bound.",
         "approx_kl": "k3 estimate of how far the update has moved from the policy at the start of the step; 0 with one "
         "update a step.",
-        "sampler_mismatch": "Mean |log-prob difference| between sampler and learner at the same weights, in nats.",
+        "sampler_mismatch": "Mean |log-prob difference| between sampler and learner at the same weights, in nats. "
+        "What older weights sampled counts as 0, or, with a correction, as far as the policy has moved since.",
         "kl": "The estimate of `algorithm.kl`, without its coefficient; only with a KL in the loss.",
         "correction": "Mean weight of `algorithm.correction`; only with one.",
         "critic/loss": "The critic's loss; only with a critic (PPO).",

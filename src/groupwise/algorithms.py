@@ -356,6 +356,14 @@ class Algorithm(Slot):
         )
 
     @property
+    def weighs_age(self) -> bool:
+        """Whether the correction weighs what an older policy sampled: then the ratio begins at the learner's policy.
+
+        Otherwise it begins at the one that sampled, whatever `anchor` says, as far as the surrogate has a ratio.
+        """
+        return self.correction is not None and not isinstance(self.correction, OffPolicyMask)
+
+    @property
     def _token_kl_coef(self) -> float:
         """How much of the sampled KL comes off the reward of each token."""
         own = self.kl.coef if self.kl is not None and self.kl.placement == "reward_token" else 0.0

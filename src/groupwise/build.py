@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,8 +19,8 @@ from groupwise.config import Config, Engine, Evaluation
 from groupwise.curriculum import History
 from groupwise.data import Data, hold_out, load_task, without_held_out
 from groupwise.devices import find_device
-from groupwise.engines import Critic, Learner, Running, Sampler, Serving
-from groupwise.engines.local import LocalEngine, LocalSampler, load_policy
+from groupwise.engines import Critic, Learner, Processes, Running, Sampler, Serving
+from groupwise.engines.local import LocalEngine, LocalSampler, Recipe, load_policy, local_sampler
 from groupwise.engines.ranks import Ranks
 from groupwise.engines.vllm import Vllm
 from groupwise.errors import ConfigError, Findings, GroupwiseError, RewardError
@@ -60,6 +61,8 @@ class Parts:
     """With LoRA: writes the adapter alone, beside the merged model."""
     pending: Pending | None = None
     """Where sampled groups are kept until a checkpoint covers them."""
+    processes: Processes | None = None
+    """What runs sampler and learner, where that is not this process."""
 
     def check(self, log: RunLog, step: int, rollouts: Sequence[Rollout]) -> None:
         """Refuse rewards that cannot be trusted; their groups are not kept, for the rewards have to be asked again.
@@ -81,6 +84,21 @@ class Parts:
             self.history.record(step, rollouts)
         if self.surplus is not None:
             self.surplus.advance()
+
+    def start_over(self) -> None:
+        """The run begins again with its first step: nothing has been seen of any prompt, and nothing is left over."""
+        for part in (self.history, self.surplus):
+            if part is not None:
+                part.forget()
+
+    def idle(self) -> dict[str, float]:
+        """The share of the step in which each side waited, where they are not one process."""
+        return {} if self.processes is None else self.processes.idle()
+
+    def close(self) -> None:
+        """End what runs in other processes."""
+        if self.processes is not None:
+            self.processes.close()
 
     def covered(self, steps_done: int) -> None:
         """A checkpoint of these steps is on disk."""
@@ -133,7 +151,13 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
     config = ready.config
     if ranks is not None:
         ranks.lead(config.to_yaml())
-    engine = engine_of(config, ranks)
+    recipe = Recipe(
+        engine=engine_of(config, ranks),
+        sampler=partial(local_sampler, config.model, **_where(config)),
+        threads=config.engine.threads or torch.get_num_threads(),
+        gpu=ready.device.type == "cuda",
+    )
+    engine = config.engine.placement(recipe)
     return Parts(
         config=config,
         task=ready.task,
@@ -145,22 +169,22 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
         cautions=ready.cautions,
         save_adapter=engine.save_adapter,
         history=None if config.curriculum is None else History(config.curriculum, ready.task),
-        surplus=Surplus() if config.algorithm.filter == "dynamic_sampling" else None,
+        # Left to the step after next at the earliest, what is left over would be older than `ahead` allows.
+        surplus=Surplus() if config.algorithm.filter == "dynamic_sampling" and not config.ahead else None,
+        processes=engine.processes,
     )
 
 
-def engine_of(config: Config, ranks: Ranks | None = None) -> LocalEngine:
-    """The engine of a configuration that `prepare` has settled; that of this rank, where there are several.
+def engine_of(config: Config, ranks: Ranks | None = None) -> Callable[[], LocalEngine]:
+    """What makes the engine of a configuration that `prepare` has settled; that of this rank, where there are several.
 
-    Raises:
-        GroupwiseError: the model cannot be loaded or served, or the engine cannot do what the algorithm needs.
+    It can be sent to another process, and raises a `GroupwiseError` when the model cannot be loaded or served, or the
+    engine cannot do what the algorithm needs.
     """
-    return config.engine.learner.engine(
+    return partial(
+        config.engine.learner.engine,
         ranks,
         config.model,
-        dtype=config.engine.weights,
-        device=device_of(config.engine),
-        max_batch_tokens=config.engine.sample_tokens,
         microbatch_tokens=config.engine.train_tokens,
         optimizer=config.optimizer,
         temperature=config.sampling.temperature,
@@ -171,8 +195,18 @@ def engine_of(config: Config, ranks: Ranks | None = None) -> LocalEngine:
         gradient_checkpointing=config.engine.gradient_checkpointing,
         lora=config.lora,
         seed=config.seed,
-        mixed=config.engine.dtype == "mixed",
+        **_where(config),
     )
+
+
+def _where(config: Config) -> dict[str, Any]:
+    """What learner and sampler have to know alike."""
+    return {
+        "dtype": config.engine.weights,
+        "device": device_of(config.engine),
+        "max_batch_tokens": config.engine.sample_tokens,
+        "mixed": config.engine.dtype == "mixed",
+    }
 
 
 def _sampler(ready: Prepared, engine: LocalEngine) -> Sampler:

@@ -21,6 +21,7 @@ from groupwise.chat import Chat
 from groupwise.config import Config, Evaluation
 from groupwise.engines.vllm import Vllm
 from groupwise.errors import CheckpointError, ConfigError, Findings
+from groupwise.losses import Reinforce
 from groupwise.model import check_tokenizer, context_length, sketch, stop_token_ids
 from groupwise.model_files import check_weights, load_tokenizer
 from groupwise.resources import (
@@ -233,6 +234,16 @@ def _without_effect(config: Config) -> Iterator[tuple[bool, str]]:
     yield (
         kl is not None and kl.coef == 0,
         "algorithm.kl has no effect with coef: 0, and is not measured; set kl: none, or a coef above 0",
+    )
+    yield (
+        config.ahead > 0 and isinstance(algorithm.surrogate, Reinforce) and not algorithm.weighs_age,
+        f"ahead: {config.ahead}; what an older policy sampled is trained on as if the current one had: this surrogate "
+        "has neither a ratio nor a correction beside it; set algorithm.correction: importance",
+    )
+    yield (
+        config.ahead > 0 and algorithm.filter == "dynamic_sampling",
+        f"ahead: {config.ahead}; what dynamic sampling draws beyond a step is thrown away: it would be too old for "
+        "the next one",
     )
     shaping = algorithm.shaping
     yield (

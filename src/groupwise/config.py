@@ -8,7 +8,7 @@ the path, the value, what is accepted and the way out, all problems in one messa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
@@ -25,7 +25,8 @@ from groupwise.curriculum import Curriculum
 from groupwise.data import Data
 from groupwise.engines import MakeSampler, Optimizer, Sampling
 from groupwise.engines.fsdp import Fsdp
-from groupwise.engines.local import Local
+from groupwise.engines.local import Here, Local, LocalEngine, Recipe
+from groupwise.engines.ray import Ray
 from groupwise.engines.vllm import Vllm
 from groupwise.errors import ConfigError, did_you_mean
 from groupwise.guards import Guards
@@ -152,6 +153,13 @@ class Engine(Slot):
     """Recompute activations in the backward pass: less memory, about a quarter more time."""
     sampler: Annotated[MakeSampler | None, OneOf(Vllm)] = None
     """What samples in training; null is the learner's own model, in this process."""
+    placement: Annotated[Callable[[Recipe], LocalEngine], OneOf(Here, Ray)] = Here()
+    """Where sampler and learner run."""
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether what samples has the very weights that are trained."""
+        return isinstance(self.placement, Here)
 
     @property
     def weights(self) -> torch.dtype:
@@ -184,6 +192,9 @@ class Config(Slot):
     """G: completions for each prompt."""
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer steps on the rollouts of one step, each on its share of the groups."""
+    ahead: int = Field(default=0, ge=0)
+    """Steps that may be sampled ahead while the learner trains, and so the most steps that the weights which sampled
+    are behind; 0 samples and trains in turn.  Needs a sampler with weights of its own."""
     seed: int = 0
     """Decides everything random."""
     curriculum: Curriculum | None = None
@@ -276,6 +287,18 @@ class Config(Slot):
             self.updates_per_step > self.prompts_per_step,
             f"updates_per_step: {self.updates_per_step}; each update needs at least one group: set it to at most "
             f"prompts_per_step: {self.prompts_per_step}, or raise that",
+        )
+        given = {
+            "engine.learner: fsdp": isinstance(learner, Fsdp),
+            "engine.sampler: vllm": self.engine.sampler is not None,
+            "engine.placement: ray": not self.engine.shares_weights,
+        }
+        together = " and ".join(name for name, is_given in given.items() if is_given)
+        yield sum(given.values()) > 1, f"{together}; they do not work together yet: use one of them"
+        yield (
+            self.ahead > 0 and self.engine.shares_weights,
+            f"ahead: {self.ahead}; with engine.placement: local sampler and learner share one model, which cannot be "
+            "sampled from while it is trained: set engine.placement: ray, or ahead: 0",
         )
         yield (
             self.evaluation.data is not None and self.evaluation.fraction > 0,

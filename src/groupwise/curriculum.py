@@ -68,6 +68,10 @@ class History:
             streak = (before.streak if rate == before.rate else 0) + 1 if rate in (0.0, 1.0) else 0
             self.seen[name] = Seen(before.visits + 1, step, rate, streak)
 
+    def forget(self) -> None:
+        """Nothing has been asked yet."""
+        self.seen = {}
+
     def skips(self, row: int, step: int) -> bool:
         """Whether the row's prompt is not to be asked in this step."""
         seen = self.seen.get(self._names[row])

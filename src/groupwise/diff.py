@@ -17,7 +17,7 @@ from groupwise.checkpoint import check_run
 from groupwise.config import read_yaml
 from groupwise.errors import CheckpointError
 
-TIMINGS = ("seconds", "tokens_per_second", "memory/")
+TIMINGS = ("seconds", "tokens_per_second", "memory/", "idle/", "queue")
 FIRST_COLUMNS = ("tokens", "reward")
 """What decides the rest of a rollout is compared before it."""
 

@@ -6,8 +6,8 @@
     |- ModelError        a model folder, its tokenizer, its chat template
     |- RewardError       a reward function: its name, its signature, what it returned
     |- NumericalError    a loss or gradient that is not finite, and where it comes from
-    |- CheckpointError   a run folder or a checkpoint in it
-    `- EngineError       another process of the run has died or does not answer
+    |- EngineError       a process or a machine that samples or learns is lost, or not there to begin with
+    `- CheckpointError   a run folder or a checkpoint in it
 
 The command line prints the message and exits with 2 (an `EngineError`: 1).  Broken invariants are `assert`s, not these.
 A message names the path, the value, what is accepted and the way out.  `Findings` gathers those of independent checks,
@@ -58,12 +58,12 @@ class NumericalError(GroupwiseError):
         """What of which rollout is not finite (`guards.Finding`), once it has been looked for."""
 
 
+class EngineError(GroupwiseError):
+    """A process that takes part in a run has died, does not answer, or cannot be started where it was asked for."""
+
+
 class CheckpointError(GroupwiseError):
     """A run folder or checkpoint is missing, damaged or belongs to another run."""
-
-
-class EngineError(GroupwiseError):
-    """A process that takes part in a run has died or does not answer.  Nobody's input is wrong."""
 
 
 class Findings:

@@ -51,6 +51,7 @@ def describe(rollouts: Sequence[Rollout], step: int) -> Metrics:
     names = dict.fromkeys(name for rollout in rollouts for name in rollout.rewards)
     sampled = [r.entropies[r.loss_mask] for r in rollouts if r.entropies is not None]
     lengths = [rollout.num_completion_tokens for rollout in rollouts]
+    ages = [step - rollout.policy_version for rollout in rollouts]
     return {
         "reward": _mean(rewards),
         **{f"reward/{name}": _mean([r.rewards[name] for r in rollouts if name in r.rewards]) for name in names},
@@ -62,7 +63,8 @@ def describe(rollouts: Sequence[Rollout], step: int) -> Metrics:
         **{f"invalid/{name}": 0.0 for name in names},
         **_invalid(_faults(rollouts), len(rollouts)),
         "entropy": _mean(np.concatenate(sampled)) if sampled else math.nan,
-        "age": float(step - min(rollout.policy_version for rollout in rollouts)),
+        "age": float(max(ages)),
+        "age/mean": _mean(ages),
         "completion_tokens": float(sum(lengths)),
     }
 
@@ -112,6 +114,8 @@ class RunLog:
         guards: Guards = GUARDS,
     ) -> None:
         self.folder, self.steps, self.headline = folder, steps, headline
+        self.done = 0
+        """Steps written down."""
         self.skipped = 0
         """Updates left out so far, of the whole run."""
         self.console = console or Console(stderr=True)
@@ -119,6 +123,7 @@ class RunLog:
         self._grad_norms: deque[float] = deque(maxlen=HISTORY)
         self._trackers = trackers
         self._laps: dict[str, float] = {}
+        self._noted: Metrics = {}
         self._lap_began = time.perf_counter()
         self._warned: set[str] = set()
         self._faults, self._completions = Faults(), 0
@@ -148,6 +153,10 @@ class RunLog:
         """What took the time until now is no part of a step."""
         self._lap_began = time.perf_counter()
 
+    def note(self, metrics: Metrics) -> None:
+        """Numbers that belong into the record of the step under way."""
+        self._noted.update(metrics)
+
     def rewind(self, steps_done: int) -> list[Metrics]:
         """Forget what was logged after `steps_done` steps, before a run continues from there; the records that stay.
 
@@ -171,8 +180,10 @@ class RunLog:
             step, again = int(file.stem.removeprefix("step-")), steps_done in (0, self.steps)
             if step > steps_done or (file.parent.name == "evaluations" and step == steps_done and again):
                 file.unlink()
+        self.done = steps_done
         self.skipped = int(sum(record.get("skipped_updates", 0.0) for _, record in kept))
         norms = [record.get("grad_norm") for _, record in kept]
+        self._grad_norms.clear()
         self._grad_norms.extend(norm for norm in norms if norm)
         return [record for _, record in kept]
 
@@ -244,10 +255,12 @@ class RunLog:
         metrics["seconds"] = seconds
         metrics.update({f"seconds/{phase}": taken for phase, taken in self._laps.items()})
         metrics["tokens_per_second"] = metrics["completion_tokens"] / max(seconds, 1e-9)
+        metrics.update(self._noted)
         metrics.update(peak_memory())
-        self._laps = {}
+        self._laps, self._noted = {}, {}
         self._write("rollouts", step + 1, rollouts)
         self._append({"step": step + 1, **metrics})
+        self.done = step + 1
         self._show(step + 1, metrics, _in_words(_faults(rollouts), len(rollouts)))
         self._faults.update(_faults(rollouts))
         self._completions += len(rollouts)

@@ -34,6 +34,10 @@ class Surplus:
         """The step is done."""
         self.groups, self._next = self._next, []
 
+    def forget(self) -> None:
+        """No step has been done."""
+        self.groups, self._next = [], []
+
     def snapshot(self) -> Snapshot:
         """The groups as they are now, to be written into a folder."""
         content = pickle.dumps(self.groups)

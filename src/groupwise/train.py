@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from groupwise import checkpoint
+from groupwise.ahead import in_advance
 from groupwise.algorithms import Algorithm, zero_variance
 from groupwise.build import RUNS, Parts, build, engine_of, fresh_folder
 from groupwise.checkpoint import Checkpoints
@@ -51,14 +52,17 @@ def loop(config: Config, parts: Parts, log: RunLog, start: int = 0, stop: Stop |
     """
     algorithm, sampler, learner = config.algorithm, parts.sampler, parts.learner
     done, stop = start, stop or Stop()
-    with Checkpoints(log.folder, config.checkpoint, parts.covered) as checkpoints:
+    with (
+        Checkpoints(log.folder, config.checkpoint, parts.covered) as checkpoints,
+        contextlib.closing(experience(config, parts, start, log.note)) as steps,
+    ):
         try:
-            for step, rollouts in experience(config, parts, start):  # whole groups, scored
+            for step, rollouts in steps:  # whole groups, scored
                 log.lap("sample")
                 parts.check(log, step, rollouts)
                 adapted = algorithm.adapt(rollouts)  # coefficients that follow a target
                 # Old and reference log-probs and the critic's values, where they are needed.
-                rollouts = annotate(rollouts, parts, adapted.needs(config.updates_per_step))
+                rollouts = annotate(rollouts, parts, adapted, config.updates_per_step, step)
                 rollouts = adapted.credit(rollouts)  # rewards -> advantages
                 log.lap("credit")
                 with stop.held():  # from the first update until it is written down, a step is not interrupted
@@ -70,6 +74,7 @@ def loop(config: Config, parts: Parts, log: RunLog, start: int = 0, stop: Stop |
                         rollouts = look_back(rollouts, learner)  # one group's new log-probs
                     sampler.load(learner.weights(), version=step + 1)
                     log.lap("update")
+                    log.note(parts.idle())
                     log.step(step, rollouts, updates)
                     if adapted.kl is not None and _due(adapted.kl.refresh_every, step + 1, config.steps):
                         learner.refresh_reference()
@@ -127,14 +132,22 @@ def update(batch: Batch, algorithm: Algorithm, parts: Parts) -> dict[str, float]
         return metrics | critic.update(batch, algorithm.value_loss)
 
 
-def experience(config: Config, parts: Parts, start: int = 0) -> Iterator[tuple[int, list[Rollout]]]:
-    """(step, its scored groups), from the policy as it is when the step is asked for."""
-    for step in range(start, config.steps):
+def experience(
+    config: Config, parts: Parts, start: int = 0, note: Callable[[dict[str, float]], None] = lambda metrics: None
+) -> Generator[tuple[int, list[Rollout]]]:
+    """(step, its scored groups), from a policy at most `config.ahead` steps older than when the step is asked for."""
+
+    def played(step: int) -> list[Rollout]:
         usual = parts.task.rows_for_step(step, config.prompts_per_step, config.seed)
         rollouts = _play(config, parts, usual, step, 0)
         if config.algorithm.filter == "dynamic_sampling":
             rollouts = _fill_with_informative_groups(config, parts, step, rollouts)
-        yield step, rollouts
+        return rollouts
+
+    def waiting(steps: int) -> None:
+        note({"queue": float(steps)})
+
+    yield from in_advance(played, start, config.steps, config.ahead, waiting)
 
 
 def _play(config: Config, parts: Parts, rows: Sequence[int], step: int, draw: int) -> list[Rollout]:
@@ -202,31 +215,39 @@ def _informative_groups(rollouts: Sequence[Rollout]) -> list[int]:
     return list(dict.fromkeys(rollout.group for rollout, flat in zip(valid, dull, strict=True) if not flat))
 
 
-def annotate(rollouts: Sequence[Rollout], parts: Parts, needs: Collection[str]) -> list[Rollout]:
+def annotate(
+    rollouts: Sequence[Rollout], parts: Parts, algorithm: Algorithm, updates_per_step: int, step: int
+) -> list[Rollout]:
     """Fill in what is needed of `old_logprobs`, `ref_logprobs` and `values`, before any update moves the policy.
 
-    For groups that an older policy sampled, the old policy is that one: its log-probs are those of the sampler.
+    For groups that an older policy sampled (not the one after `step` steps), the old policy is that one: its log-probs
+    are those of the sampler.  Where the algorithm's correction weighs them, it is the learner's (decoupled PPO).
     """
-    stale = len({rollout.policy_version for rollout in rollouts}) > 1
-    if not needs and not stale:
+    needs, stale = algorithm.needs(updates_per_step), [r.policy_version < step for r in rollouts]
+    if algorithm.weighs_age:
+        stale = [False] * len(stale)
+    if any(stale):
+        needs.add("old_logprobs")
+    if all(stale):
+        needs.discard("old_logprobs")
+    if not needs and not any(stale):
         return list(rollouts)
     batch = collate(rollouts)
     known: dict[str, Tensor] = {}
-    if "old_logprobs" in needs or stale:
+    if "old_logprobs" in needs:
         known["old_logprobs"] = parts.learner.logprobs(batch)
     if "ref_logprobs" in needs:
         known["ref_logprobs"] = parts.learner.logprobs(batch, reference=True)
     if "values" in needs:
         assert parts.critic is not None, "build makes a critic when the algorithm has one"
         known["values"] = parts.critic.values(batch)
-    newest = max(rollout.policy_version for rollout in rollouts)
     filled = (
         dataclasses.replace(rollout, **{name: rows[i, : len(rollout.tokens)].numpy() for name, rows in known.items()})
         for i, rollout in enumerate(rollouts)
     )
     return [
-        dataclasses.replace(rollout, old_logprobs=rollout.logprobs) if rollout.policy_version < newest else rollout
-        for rollout in filled
+        dataclasses.replace(rollout, old_logprobs=rollout.logprobs) if old else rollout
+        for rollout, old in zip(filled, stale, strict=True)
     ]
 
 
@@ -299,9 +320,9 @@ def train(
         checkpoint.check_run(resume)  # before a model is loaded: is there anything to continue?
     with config.engine.learner.join(config.engine.device) as ranks:
         if ranks is not None:
-            ranks.follow(lambda settings: engine_of(Config.parse(yaml.safe_load(settings)), ranks))
-        parts = build(config, task, held_out, ranks)
-        return _train(parts, resume, max_seconds, console)
+            ranks.follow(lambda settings: engine_of(Config.parse(yaml.safe_load(settings)), ranks)())
+        with contextlib.closing(build(config, task, held_out, ranks)) as parts:
+            return _train(parts, resume, max_seconds, console)
 
 
 def _train(parts: Parts, resume: Path | None, max_seconds: float | None, console: Console | None) -> Run:
@@ -332,19 +353,44 @@ def _train(parts: Parts, resume: Path | None, max_seconds: float | None, console
             alone(folder),
             parts.running(log),
         ):
-            start, config = _begin(config, log) if resume is None else _continue(config, parts, log)
+            start, current = _begin(config, log) if resume is None else _continue(config, parts, log)
             with _way_out(folder):
                 before = parts.evaluate(config, log, 0) if start == 0 else None
-                loop(config, parts, log, start, stop)
-                with stop.held(), whole_folder(folder / "model") as model:
-                    save_model(config.model, parts.learner.weights(), model)
-                if parts.save_adapter is not None:
-                    with stop.held(), whole_folder(folder / "adapter") as adapter:
-                        parts.save_adapter(adapter)
+                _to_the_end(config, current, parts, log, start, stop)
                 return Run(folder, before, parts.evaluate(config, log, config.steps))
     except Stopped as stopped:
         log.say(f"stopped by {stopped}; continue with: groupwise train --resume {folder}")
         return Run(folder, before, None, stopped=str(stopped))
+
+
+def _to_the_end(config: Config, current: Config, parts: Parts, log: RunLog, start: int, stop: Stop) -> None:
+    """Train, and write the model; a learner that is lost is started anew, and goes on from the newest checkpoint.
+
+    Args:
+        config: the settings as the run began with them.
+        current: those with coefficients as they stand after `start` steps.
+
+    Raises:
+        EngineError: it is lost more often than `learner_restarts`.
+    """
+    lost = 0
+    while True:
+        try:
+            loop(current, parts, log, start, stop)
+            with stop.held(), whole_folder(log.folder / "model") as model:
+                save_model(config.model, parts.learner.weights(), model)
+            if parts.save_adapter is not None:
+                with stop.held(), whole_folder(log.folder / "adapter") as adapter:
+                    parts.save_adapter(adapter)
+            return
+        except EngineError as error:
+            if parts.processes is None or lost == parts.processes.restarts:
+                raise
+            lost += 1
+            again = f"it is started anew, {lost} of at most {parts.processes.restarts} times in this run"
+            log.warn(f"{error}; the last step written down is {log.done}; {again}")
+            parts.processes.restart()
+            start, current = _continue(config, parts, log)
 
 
 def _begin(config: Config, log: RunLog) -> tuple[int, Config]:
@@ -360,7 +406,9 @@ def _continue(config: Config, parts: Parts, log: RunLog) -> tuple[int, Config]:
     if found is not None:
         start, algorithm = checkpoint.restore(found, parts.saved())
         config = replace(config, algorithm=algorithm)
-        parts.sampler.load(parts.learner.weights(), version=start)
+    else:
+        parts.start_over()
+    parts.sampler.load(parts.learner.weights(), version=start)
     evaluated = {record["step"] for record in log.rewind(start) if any(name.startswith("eval/") for name in record)}
     log.say(f"continuing {log.folder} after step {start}")
     if start >= config.steps:

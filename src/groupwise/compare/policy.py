@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -49,9 +48,10 @@ def load(config: Config, weights: Weights) -> LocalLearner:
         seed=config.seed,
         mixed=config.engine.dtype == "mixed",
     )
+    assert isinstance(engine.learner, LocalLearner), "it is in this process"
     if weights.is_checkpoint:
         engine.learner.restore(Path(weights.path) / "learner")
-    return cast(LocalLearner, engine.learner)
+    return engine.learner
 
 
 def moved(config: Config, learner: LocalLearner, weights: Weights, target: Weights) -> LocalLearner:

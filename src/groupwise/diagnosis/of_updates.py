@@ -55,11 +55,18 @@ def clip_of_zero(run: Evidence) -> Finding | None:
 
 
 def stale_policy(run: Evidence) -> Finding | None:
-    """The sampler agreed with the learner at first and has drifted away since."""
-    mismatch = run.series("sampler_mismatch")
-    if len(mismatch) < 2 or mismatch[0] > MISMATCH or mismatch[1:].mean() <= MISMATCH:
+    """The sampler agreed with the learner at first and has drifted away since, or is older than allowed."""
+    mismatch, age = run.series("sampler_mismatch"), run.series("age")
+    oldest = age.max(initial=0)
+    allowed = max(run.setting("ahead", 0), 1)  # 1: what dynamic sampling leaves over
+    drifted = len(mismatch) > 1 and mismatch[0] <= MISMATCH < mismatch[1:].mean() and not 0 < oldest <= allowed
+    if not drifted and oldest <= allowed:
         return None
-    age = run.series("age")
+    drift = (
+        f"sampler_mismatch {mismatch[0]:.2g} at the first step, {mismatch[1:].mean():.2g} nats a token since; "
+        if drifted
+        else ""
+    )
     return Finding(
         "stale_policy",
         "error",
@@ -67,8 +74,7 @@ def stale_policy(run: Evidence) -> Finding | None:
         "It agreed with the learner at the first step and no longer does: the weights it samples from are older than "
         "those that are trained.",
         "see that Sampler.load takes every weight over; sample fewer steps ahead; or algorithm.correction: importance",
-        f"sampler_mismatch {mismatch[0]:.2g} at the first step, {mismatch[1:].mean():.2g} nats a token since; age up "
-        f"to {age.max():g} steps",
+        f"{drift}age up to {oldest:g} steps, and {allowed} may be",
     )
 
 

@@ -194,6 +194,29 @@ class Learner(Protocol):
         ...
 
 
+class Processes(Protocol):
+    """What runs an engine outside this process, and can be lost."""
+
+    restarts: int
+    """How often a learner that is lost may be started anew in a run."""
+
+    def restart(self) -> None:
+        """Start the learner anew, with the weights that the run began with; a checkpoint is restored afterwards.
+
+        Raises:
+            EngineError: it cannot be started.
+        """
+        ...
+
+    def idle(self) -> dict[str, float]:
+        """The share of the time since this was last asked in which each side waited: `idle/sampler`, `idle/learner`."""
+        ...
+
+    def close(self) -> None:
+        """End them."""
+        ...
+
+
 class Critic(Protocol):
     """Estimates what is still to be earned at each token (PPO)."""
 

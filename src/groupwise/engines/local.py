@@ -9,6 +9,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice, starmap
 from pathlib import Path
@@ -22,7 +23,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from groupwise.adapters import Lora, adapted, attach, merged, save_adapter, switched_off, trained
 from groupwise.decoding import Decoding, attention_windows
 from groupwise.drawing import Drawn
-from groupwise.engines import Completion, Critic, Learner, LossFn, Optimizer, Request, Sampler, Sampling, Snapshot
+from groupwise.engines import (
+    Completion,
+    Critic,
+    Learner,
+    LossFn,
+    Optimizer,
+    Processes,
+    Request,
+    Sampler,
+    Sampling,
+    Snapshot,
+)
 from groupwise.engines.critic import LocalCritic
 from groupwise.engines.ranks import started
 from groupwise.engines.steps import Steps, all_of, copied, distinct, restore_weights, weights_file
@@ -95,6 +107,31 @@ class LocalEngine(NamedTuple):
     critic: Critic | None = None
     save_adapter: Callable[[Path], None] | None = None
     """With LoRA: writes the adapter alone."""
+    processes: Processes | None = None
+    """What runs it, where that is not this process."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to make an engine: what is sent to another process in the place of one."""
+
+    engine: Callable[[], LocalEngine]
+    """Sampler and learner around one model."""
+    sampler: Callable[[], Sampler]
+    """A sampler around a model of its own."""
+    threads: int
+    """CPU threads of each."""
+    gpu: bool
+    """Whether each needs a GPU."""
+
+
+class Here(Slot):
+    """Everything in this process, around one model."""
+
+    type: Literal["local"] = "local"
+
+    def __call__(self, recipe: Recipe) -> LocalEngine:
+        return recipe.engine()
 
 
 def local_engine(
@@ -165,6 +202,18 @@ def load_policy(
     check_tokenizer(policy, tokenizer)
     check_head(policy)
     return policy, tokenizer, stop_token_ids(policy, tokenizer)
+
+
+def local_sampler(
+    model: str | Path, *, dtype: torch.dtype, device: str | torch.device, max_batch_tokens: int, mixed: bool = False
+) -> LocalSampler:
+    """A sampler around a model of its own; the arguments are those of `local_engine`.
+
+    Raises:
+        ModelError: the model or its tokenizer cannot be loaded or served.
+    """
+    policy, _, stop_ids = load_policy(model, dtype, device)
+    return LocalSampler(policy, stop_ids, max_batch_tokens=max_batch_tokens, mixed=mixed)
 
 
 class LocalSampler:
