@@ -22,7 +22,7 @@ from rich.console import Console
 from toys import final_bytes, metrics, sampled, terminal, toy_config, toy_folder, toy_rows
 
 from groupwise.engines.ray import Actors, Ray, _connect, _ray, _started
-from groupwise.errors import EngineError
+from groupwise.errors import ConfigError, EngineError
 from groupwise.train import train
 
 pytestmark = [
@@ -124,7 +124,7 @@ def test_the_actors_are_gone_when_the_run_is_over(ended: Ended, cluster: Path) -
 
 def test_more_samplers_than_there_is_room_for_are_refused(toys: Path, tmp_path: Path, cluster: Path) -> None:
     changes = {"engine": {"placement": {"type": "ray", "samplers": 40, "patience_seconds": 1}}}
-    with pytest.raises(EngineError, match=r"samplers: 40; .* 1 CPU each .* within 1 s; the cluster has 4 CPU in all"):
+    with pytest.raises(ConfigError, match=r"samplers: 40; .* 1 CPU each .* within 1 s; the cluster has 4 CPU in all"):
         train(config(toys, tmp_path / "run", **changes), console=Console(quiet=True))
 
 

@@ -6,7 +6,7 @@
     |- ModelError        a model folder, its tokenizer, its chat template
     |- RewardError       a reward function: its name, its signature, what it returned
     |- NumericalError    a loss or gradient that is not finite, and where it comes from
-    |- EngineError       a process or a machine that samples or learns is lost, or not there to begin with
+    |- EngineError       a process that takes part in the run is lost, or cannot be started
     `- CheckpointError   a run folder or a checkpoint in it
 
 The command line prints the message and exits with 2 (an `EngineError`: 1).  Broken invariants are `assert`s, not these.

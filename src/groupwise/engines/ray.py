@@ -33,7 +33,7 @@ from groupwise.engines import Completion, LossFn, Request, Sampling, Snapshot, V
 from groupwise.engines.actors import LearnerActor, SamplerActor
 from groupwise.engines.local import LocalEngine, Recipe
 from groupwise.engines.pool import Pool, Published
-from groupwise.errors import EngineError
+from groupwise.errors import ConfigError, EngineError
 from groupwise.records import Batch
 from groupwise.slots import Slot, loaded_files
 
@@ -69,7 +69,8 @@ class Ray(Slot):
         """Start the actors; they have loaded the model when this returns.
 
         Raises:
-            EngineError: Ray is not installed, the cluster is not there or too small, or an actor cannot be started.
+            ConfigError: Ray is not installed, or the cluster is not there or too small.
+            EngineError: an actor cannot be started.
         """
         return Actors(self, recipe).engine()
 
@@ -259,7 +260,7 @@ class Actors:
         wanted = " and ".join(f"{amount:g} {name}" for name, amount in each.items())
         whole = ray.cluster_resources()
         there = ", ".join(f"{whole.get(name, 0):g} {name}" for name in each)
-        raise EngineError(
+        raise ConfigError(
             f"engine.placement.samplers: {self._settings.samplers}; a learner and so many samplers of {wanted} each "
             f"found no room within {patience:g} s; the cluster has {there} in all, and others may use it: lower "
             "samplers, engine.threads or gpus, or add machines"
@@ -294,12 +295,12 @@ def _ray() -> Any:
     """Ray, told to be quiet.
 
     Raises:
-        EngineError: it is not installed.
+        ConfigError: it is not installed.
     """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     if find_spec("ray") is None:
-        raise EngineError(
+        raise ConfigError(
             'engine.placement: ray; needs Ray, which is not installed; install it with: pip install "groupwise[ray]", '
             "or set engine.placement: local"
         )
@@ -312,7 +313,7 @@ def _connect(address: str | None, cpus: int) -> bool:
     """Connect to a cluster, unless that was done; whether it is one of this run's own.
 
     Raises:
-        EngineError: there is none at this address.
+        ConfigError: there is none at this address.
     """
     ray = _ray()
     if ray.is_initialized():
@@ -329,7 +330,7 @@ def _connect(address: str | None, cpus: int) -> bool:
             socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
         ray.init(address, **quiet)
     except (OSError, ValueError, ray.exceptions.RayError) as error:
-        raise EngineError(
+        raise ConfigError(
             f"engine.placement.address: {address}; no cluster answers there ({str(error).splitlines()[0]}); accepted: "
             "auto on a machine of one, HOST:PORT, or null to start one here; start one with `ray start --head`"
         ) from error
