@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import groupwise as gw
 from groupwise.build import build
-from groupwise.train import annotate, experience
+from groupwise.experience import experience
+from groupwise.train import annotate
 
 KEPT = 2
 

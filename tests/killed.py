@@ -27,7 +27,8 @@ from rich.console import Console
 from groupwise.checkpoint import Checkpoints
 from groupwise.config import Config
 from groupwise.drawing import Drawn
-from groupwise.engines.local import LocalLearner, LocalSampler
+from groupwise.engines.local_learner import LocalLearner
+from groupwise.engines.local_sampler import LocalSampler
 from groupwise.engines.steps import Steps
 from groupwise.log import RunLog
 

@@ -24,7 +24,8 @@ from groupwise.adapters import Lora, attach
 from groupwise.algorithms import Algorithm
 from groupwise.engines import Optimizer, Request, Sampling
 from groupwise.engines.fsdp import FsdpLearner, SplitSampler
-from groupwise.engines.local import LocalLearner, LocalSampler
+from groupwise.engines.local_learner import LocalLearner
+from groupwise.engines.local_sampler import LocalSampler
 from groupwise.engines.ranks import Ranks, join
 from groupwise.errors import ConfigError, ModelError, NumericalError
 from groupwise.guards import blaming, poisoned

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from groupwise.adapters import Lora, attach, switched_off, trained
 from groupwise.engines import Optimizer
-from groupwise.engines.local import LocalLearner, LocalSampler
+from groupwise.engines.local_learner import LocalLearner
+from groupwise.engines.local_sampler import LocalSampler
 from groupwise.errors import ConfigError, GroupwiseError, ModelError
 from groupwise.folding import is_lean
 from groupwise.model import hidden_states, load_model, logits, save_model

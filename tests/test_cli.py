@@ -20,7 +20,7 @@ from workplace import TINY, training, workplace
 from groupwise import cli
 from groupwise.arithmetic import Recipe, build_base_model
 from groupwise.config import Config, reference
-from groupwise.engines.local import LocalSampler
+from groupwise.engines.local_sampler import LocalSampler
 from groupwise.log import RunLog
 
 SRC = Path(__file__).parents[1] / "src"

@@ -25,7 +25,8 @@ from groupwise.config import Config, Engine
 from groupwise.diagnosis import RULES, Evidence, diagnose, read_run
 from groupwise.diagnosis.evidence import Sampled
 from groupwise.engines import Request, Sampler, Sampling
-from groupwise.engines.local import LocalSampler, load_policy
+from groupwise.engines.local import load_policy
+from groupwise.engines.local_sampler import LocalSampler
 from groupwise.errors import CheckpointError, ConfigError, ModelError
 from groupwise.rewards import as_rewards
 from groupwise.tasks import Task, read_rows

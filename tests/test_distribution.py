@@ -18,7 +18,8 @@ from groupwise import cli
 from groupwise.build import load_sampler
 from groupwise.config import Config, Engine
 from groupwise.engines import Completion, Request, Sampling
-from groupwise.engines.local import LocalSampler, load_policy
+from groupwise.engines.local import load_policy
+from groupwise.engines.local_sampler import LocalSampler
 from groupwise.errors import ConfigError
 from groupwise.head import score
 from groupwise.model import hidden_states, load_model, save_model

@@ -21,7 +21,7 @@ from workplace import says
 from groupwise.build import device_of
 from groupwise.config import Engine
 from groupwise.engines import Completion, Request, Sampling
-from groupwise.engines.local import LocalSampler
+from groupwise.engines.local_sampler import LocalSampler
 from groupwise.errors import DataError, Findings, GroupwiseError, RewardError
 from groupwise.slots import load_code
 from groupwise.train import train

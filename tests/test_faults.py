@@ -24,7 +24,7 @@ from groupwise import build, files
 from groupwise.checkpoint import Checkpoint, Checkpoints, complete, kept
 from groupwise.cli import app
 from groupwise.config import Config
-from groupwise.engines.local import LocalSampler
+from groupwise.engines.local_sampler import LocalSampler
 from groupwise.engines.steps import Steps
 from groupwise.errors import CheckpointError, ConfigError
 from groupwise.interrupt import Stop, seconds

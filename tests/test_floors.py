@@ -25,11 +25,12 @@ FLOORS = (
     {"algorithms", "presets", "chat", "engines"}
     | {"trackers", "trackers.tensorboard", "trackers.wandb", "trackers.trackio"},
     {"rollout", "tasks", "columns", "data", "rewards", "checkpoint", "surplus"}
-    | {f"engines.{name}" for name in ("local", "critic", "steps", "fake", "fsdp", "ranks", "shards")}
+    | {f"engines.{name}" for name in ("local", "local_sampler", "local_learner", "critic", "steps", "fake")}
+    | {f"engines.{name}" for name in ("fsdp", "ranks", "shards")}
     | {f"engines.{name}" for name in ("ray", "pool", "actors")}
     | {f"engines.{name}" for name in ("vllm", "vllm_sampler", "vllm_server", "vllm_weights")}
     | {f"engines.vllm_side.{name}" for name in ("groupwise_worker", "groupwise_watch")},
-    {"train", "build", "checks", "settling", "evaluate", "log", "config", "curriculum", "explain"}
+    {"train", "experience", "build", "checks", "settling", "evaluate", "log", "config", "curriculum", "explain"}
     | {"report", "report.completions", "report.data", "report.watch"}
     | {"compare", *(f"compare.{name}" for name in ("stored", "opinions", "policy", "tables"))}
     | {"diagnosis", *(f"diagnosis.{name}" for name in ("evidence", "findings", *DIAGNOSIS_RULES))},
@@ -55,9 +56,11 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "drawing": {"head"},
     "lean": {"decoding", "folding"},
     "engines.critic": {"engines.steps"},
-    "engines.local": {"engines.steps", "engines.critic", "engines.ranks"},
+    "engines.local_learner": {"engines.steps"},
+    "engines.local": {"engines.local_sampler", "engines.local_learner", "engines.critic", "engines.ranks"},
     "engines.shards": {"engines.ranks", "engines.steps"},
-    "engines.fsdp": {"engines.local", "engines.ranks", "engines.shards", "engines.steps"},
+    "engines.fsdp": {f"engines.{name}" for name in ("local", "local_learner", "local_sampler")}
+    | {"engines.ranks", "engines.shards", "engines.steps"},
     "engines.vllm_sampler": {"engines.vllm_server", "engines.vllm_weights"},
     "engines.vllm": {"engines.vllm_sampler", "engines.vllm_server"},
     "engines.actors": {"engines.local"},
@@ -77,7 +80,8 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "checks": {"config"},
     "settling": {"config", "checks"},
     "build": {"config", "checks", "settling", "curriculum", "evaluate", "log"},
-    "train": {"config", "build", "checks", "evaluate", "log"},
+    "experience": {"config", "build"},
+    "train": {"config", "build", "checks", "evaluate", "experience", "log"},
     "compare.stored": {"config"},
     "compare.policy": {"config", "settling", "compare.stored"},
     "compare": {"config", *(f"compare.{name}" for name in ("stored", "opinions", "policy", "tables"))},

@@ -14,7 +14,7 @@ from models import STOP, VOCABULARY, tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from groupwise.engines import Request, Sampling
-from groupwise.engines.local import LocalSampler
+from groupwise.engines.local_sampler import LocalSampler
 from groupwise.folding import Folded, is_lean
 from groupwise.lean import LeanDecoding
 from groupwise.seeding import key

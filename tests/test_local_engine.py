@@ -15,7 +15,9 @@ from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCau
 
 from groupwise.drawing import draw
 from groupwise.engines import Completion, Learner, LossFn, Optimizer, Request, Sampler, Sampling
-from groupwise.engines.local import LocalLearner, LocalSampler, local_engine
+from groupwise.engines.local import local_engine
+from groupwise.engines.local_learner import LocalLearner
+from groupwise.engines.local_sampler import LocalSampler
 from groupwise.engines.steps import schedule
 from groupwise.errors import CheckpointError, GroupwiseError, ModelError, NumericalError
 from groupwise.packing import padded_parts

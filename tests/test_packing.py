@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from groupwise import attention
 from groupwise.engines import Optimizer
-from groupwise.engines.local import LocalLearner
+from groupwise.engines.local_learner import LocalLearner
 from groupwise.head import token_logprobs
 from groupwise.model import load_model
 from groupwise.packing import Forward, lay_out, packed_parts

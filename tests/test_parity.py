@@ -24,7 +24,7 @@ from torch import Tensor
 from groupwise.adapters import Lora, attach
 from groupwise.algorithms import Algorithm
 from groupwise.engines import Optimizer
-from groupwise.engines.local import LocalLearner
+from groupwise.engines.local_learner import LocalLearner
 from groupwise.foreign.trl import from_trl
 from groupwise.model import load_model
 from groupwise.records import Rollout

@@ -23,7 +23,7 @@ from groupwise.adapters import Lora, attach
 from groupwise.config import Config
 from groupwise.decoding import prefill
 from groupwise.engines import Optimizer
-from groupwise.engines.local import LocalLearner
+from groupwise.engines.local_learner import LocalLearner
 from groupwise.errors import ConfigError
 from groupwise.folding import Folded
 from groupwise.lean import LeanDecoding

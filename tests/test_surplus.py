@@ -17,11 +17,12 @@ from groupwise.build import Parts
 from groupwise.chat import Chat
 from groupwise.engines.fake import RecordingLearner, ScriptedSampler
 from groupwise.errors import CheckpointError
+from groupwise.experience import experience
 from groupwise.records import Rollout
 from groupwise.rewards import as_rewards
 from groupwise.surplus import Surplus
 from groupwise.tasks import Task, read_rows
-from groupwise.train import annotate, experience
+from groupwise.train import annotate
 
 
 @pytest.fixture

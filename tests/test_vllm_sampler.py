@@ -28,7 +28,8 @@ from groupwise.build import load_sampler
 from groupwise.checks import cautions
 from groupwise.config import Config, Engine
 from groupwise.engines import Completion, Request, Sampler, Sampling, Serving
-from groupwise.engines.local import LocalSampler, load_policy
+from groupwise.engines.local import load_policy
+from groupwise.engines.local_sampler import LocalSampler
 from groupwise.engines.steps import distinct
 from groupwise.engines.vllm import Vllm
 from groupwise.engines.vllm_sampler import SEEDS, VllmSampler

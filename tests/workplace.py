@@ -25,7 +25,7 @@ from toys import toy_rows
 from transformers import T5Config, T5ForConditionalGeneration
 
 from groupwise import cli
-from groupwise.engines.local import LocalSampler
+from groupwise.engines.local_sampler import LocalSampler
 
 REWARDS = """
 import math

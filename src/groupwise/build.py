@@ -20,7 +20,8 @@ from groupwise.curriculum import History
 from groupwise.data import Data, hold_out, load_task, without_held_out
 from groupwise.devices import find_device
 from groupwise.engines import Critic, Learner, Processes, Running, Sampler, Serving
-from groupwise.engines.local import LocalEngine, LocalSampler, Recipe, load_policy, local_sampler
+from groupwise.engines.local import LocalEngine, Recipe, load_policy, local_sampler
+from groupwise.engines.local_sampler import LocalSampler
 from groupwise.engines.ranks import Ranks
 from groupwise.engines.vllm import Vllm
 from groupwise.errors import ConfigError, Findings, GroupwiseError, RewardError

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,8 +14,7 @@ from rich.console import Console
 from torch import Tensor
 
 from groupwise import checkpoint
-from groupwise.ahead import in_advance
-from groupwise.algorithms import Algorithm, zero_variance
+from groupwise.algorithms import Algorithm
 from groupwise.build import RUNS, Parts, build, engine_of, fresh_folder
 from groupwise.checkpoint import Checkpoints
 from groupwise.checks import cautions
@@ -25,6 +23,7 @@ from groupwise.engines import Learner
 from groupwise.environment import write_environment
 from groupwise.errors import CheckpointError, EngineError, NumericalError
 from groupwise.evaluate import Scores
+from groupwise.experience import experience
 from groupwise.files import alone, damage, whole_folder, write_whole
 from groupwise.guards import blaming, cause, poisoned
 from groupwise.interrupt import Stop, Stopped
@@ -33,10 +32,7 @@ from groupwise.model import save_model
 from groupwise.pending import Pending
 from groupwise.records import Batch, Rollout, collate
 from groupwise.rewards import workers_end
-from groupwise.rollout import play
-from groupwise.seeding import generator
 from groupwise.slots import replace
-from groupwise.surplus import Surplus
 from groupwise.tasks import Task
 from groupwise.trackers import open_trackers
 
@@ -130,89 +126,6 @@ def update(batch: Batch, algorithm: Algorithm, parts: Parts) -> dict[str, float]
     probe = partial(critic.update, loss=poisoned(algorithm.value_loss))
     with blaming(batch, "the critic's value", critic.values, probe):
         return metrics | critic.update(batch, algorithm.value_loss)
-
-
-def experience(
-    config: Config, parts: Parts, start: int = 0, note: Callable[[dict[str, float]], None] = lambda metrics: None
-) -> Generator[tuple[int, list[Rollout]]]:
-    """(step, its scored groups), from a policy at most `config.ahead` steps older than when the step is asked for."""
-
-    def played(step: int) -> list[Rollout]:
-        usual = parts.task.rows_for_step(step, config.prompts_per_step, config.seed)
-        rollouts = _play(config, parts, usual, step, 0)
-        if config.algorithm.filter == "dynamic_sampling":
-            rollouts = _fill_with_informative_groups(config, parts, step, rollouts)
-        return rollouts
-
-    def waiting(steps: int) -> None:
-        note({"queue": float(steps)})
-
-    yield from in_advance(played, start, config.steps, config.ahead, waiting)
-
-
-def _play(config: Config, parts: Parts, rows: Sequence[int], step: int, draw: int) -> list[Rollout]:
-    """The scored groups of some rows, kept on disk until a checkpoint covers them where the run has a folder."""
-    sample = partial(_sample, config, parts, rows, step, draw)
-    return sample() if parts.pending is None else parts.pending.recall(step, draw, sample)
-
-
-def _sample(config: Config, parts: Parts, rows: Sequence[int], step: int, draw: int) -> list[Rollout]:
-    """The scored groups of some rows; with a greedy baseline, every rollout knows what the greedy answer earned."""
-    if parts.history is not None:  # with a curriculum, other rows take the place of those that it skips
-        rows = parts.history.instead_of(rows, step, draw, config.seed)
-    play_rows = partial(play, parts.task, parts.sampler, parts.chat, rows, seed=config.seed, step=step)
-    rollouts = play_rows(group_size=config.group_size, sampling=config.sampling, stream=f"train.{draw}")
-    if not config.algorithm.greedy_baseline:
-        return rollouts
-    greedy = play_rows(group_size=1, sampling=replace(config.sampling, temperature=0.0), stream=f"greedy.{draw}")
-    earned = {rollout.group: rollout for rollout in greedy}
-    return [_against_greedy(rollout, earned[rollout.group]) for rollout in rollouts]
-
-
-def _against_greedy(rollout: Rollout, greedy: Rollout) -> Rollout:
-    if greedy.valid:
-        return dataclasses.replace(rollout, greedy_reward=greedy.reward)
-    problem = rollout.problem or f"the greedy completion of its prompt has no reward: {greedy.problem}"
-    return dataclasses.replace(rollout, valid=False, problem=problem)
-
-
-def _fill_with_informative_groups(config: Config, parts: Parts, step: int, rollouts: list[Rollout]) -> list[Rollout]:
-    """DAPO's dynamic sampling (arXiv:2503.14476): draw more prompts until `prompts_per_step` groups can teach.
-
-    What the step before left over comes first; then as many prompts are drawn as it takes at the share of groups that
-    could teach so far, `sampling_rounds` times at most.  Groups that cannot teach are kept for the metrics;
-    `Algorithm.batches` leaves them out.  Informative groups beyond the number wanted are left to the next step.
-    """
-    wanted, surplus = config.prompts_per_step, parts.surplus or Surplus()
-    for group in surplus.groups[: wanted - len(_informative_groups(rollouts))]:
-        rollouts = _joined(rollouts, group)
-    drawn = wanted
-    for draw in range(1, config.sampling_rounds):
-        informative = _informative_groups(rollouts)
-        missing = wanted - len(informative)
-        if missing <= 0:
-            break
-        more = math.ceil(missing * drawn / max(len(informative), 1))
-        order = generator(config.seed, "more prompts", step, draw).permutation(len(parts.task.rows))
-        rows = order[: min(more, wanted)].tolist()
-        rollouts = _joined(rollouts, _play(config, parts, rows, step, draw))
-        drawn += len(rows)
-    beyond = _informative_groups(rollouts)[wanted:]
-    surplus.leave([[rollout for rollout in rollouts if rollout.group == group] for group in beyond])
-    return [rollout for rollout in rollouts if rollout.group not in set(beyond)]
-
-
-def _joined(rollouts: list[Rollout], more: Sequence[Rollout]) -> list[Rollout]:
-    """More groups behind others, numbered on from them."""
-    first = max(rollout.group for rollout in rollouts) + 1
-    numbers = {group: first + i for i, group in enumerate(dict.fromkeys(rollout.group for rollout in more))}
-    return rollouts + [dataclasses.replace(rollout, group=numbers[rollout.group]) for rollout in more]
-
-
-def _informative_groups(rollouts: Sequence[Rollout]) -> list[int]:
-    valid = [rollout for rollout in rollouts if rollout.valid]
-    dull = zero_variance(valid)
-    return list(dict.fromkeys(rollout.group for rollout, flat in zip(valid, dull, strict=True) if not flat))
 
 
 def annotate(

@@ -26,7 +26,7 @@ from groupwise.compare.opinions import Json, Opinion, cosines, favours, held_bac
 from groupwise.compare.stored import Stored, Weights, nearest, read_step
 from groupwise.compare.tables import result_file
 from groupwise.config import Config
-from groupwise.engines.local import LocalLearner
+from groupwise.engines.local_learner import LocalLearner
 from groupwise.errors import GroupwiseError
 from groupwise.files import write_whole, writing
 from groupwise.records import Floats, Rollout

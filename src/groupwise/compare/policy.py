@@ -14,7 +14,8 @@ from groupwise.advantages import Array
 from groupwise.compare.stored import Weights
 from groupwise.config import Config
 from groupwise.devices import find_device
-from groupwise.engines.local import LocalLearner, local_engine
+from groupwise.engines.local import local_engine
+from groupwise.engines.local_learner import LocalLearner
 from groupwise.errors import ConfigError
 from groupwise.records import Batch, Floats, Rollout, collate
 from groupwise.resources import available_memory, in_words

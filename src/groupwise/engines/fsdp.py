@@ -25,7 +25,8 @@ from transformers import PreTrainedModel
 
 from groupwise.adapters import Lora, adapted, attach, merged, save_adapter, switched_off
 from groupwise.engines import Completion, LossFn, Optimizer, Request, Sampling, Snapshot
-from groupwise.engines.local import LocalEngine, LocalSampler, load_policy
+from groupwise.engines.local import LocalEngine, load_policy
+from groupwise.engines.local_sampler import LocalSampler
 from groupwise.engines.ranks import Ranks, everywhere, everywhere_in_background, join, started
 from groupwise.engines.shards import Sharded, State, copied, names_in, read_state, shares, write_state
 from groupwise.engines.steps import AVERAGES, Steps, distinct, whole

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from groupwise.engines import Request, Sampling
-from groupwise.engines.local import LocalSampler
+from groupwise.engines.local_sampler import LocalSampler
 from groupwise.head import learn, products
 from groupwise.packing import Forward
 from groupwise.plan.kernels import Kernel, Work
