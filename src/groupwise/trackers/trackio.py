@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import trackio  # pyright: ignore[reportMissingImports]
+import trackio as installed  # pyright: ignore[reportMissingImports]
 
 from groupwise.hub import offline
 
+trackio: Any = installed  # where it is not installed, the type checker takes this very file for it
 ELSEWHERE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 
 
