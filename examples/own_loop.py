@@ -42,7 +42,7 @@ def main() -> None:
 
     for step, sampled in experience(config, parts):  # whole groups, scored
         rollouts = extremes(sampled)  # <- the change
-        rollouts = annotate(rollouts, parts, algorithm.needs(config.updates_per_step))  # log-probs, where needed
+        rollouts = annotate(rollouts, parts, algorithm, config.updates_per_step, step)  # log-probs, where needed
         rollouts = algorithm.credit(rollouts)  # rewards -> advantages
         batches = algorithm.batches(rollouts, config.updates_per_step)  # tensors and token weights
         updates = [parts.learner.update(batch, algorithm.loss, per_token=algorithm.per_token) for batch in batches]

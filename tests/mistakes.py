@@ -150,7 +150,9 @@ SETTINGS: dict[str, Mistake] = {
         "engine.sampler={type: vllm, url: localhost}", "'localhost'", "^https?://", "the default is null"
     ),
     "a group that is more than vLLM may write at a time": setting(
-        "engine.sampler={type: vllm, max_sequences: 3}", "a group is one request", "at least group_size: 4"
+        "engine.sampler={type: vllm, max_sequences: 3}",
+        "a group is one request",
+        "set it to at least 4",
     ),
     "a selection by entropies that vLLM does not say": Mistake(
         [*training(), "engine.sampler=vllm", "algorithm.selection=top_entropy"],

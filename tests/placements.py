@@ -14,7 +14,7 @@ from torch import Tensor
 from groupwise.engines import Completion, Request, Sampler, Sampling
 from groupwise.engines.local import LocalEngine, Recipe
 from groupwise.engines.pool import Pool, Published
-from groupwise.errors import EngineError
+from groupwise.errors import LearnerLostError
 
 
 class Beside:
@@ -77,7 +77,7 @@ class Losable:
         self._updates += 1
         if self._updates in self.dies_at:
             del self._learner
-            raise EngineError("the learner died")
+            raise LearnerLostError("the learner died")
         return metrics
 
     def restart(self) -> None:

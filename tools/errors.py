@@ -28,7 +28,8 @@ INTRODUCTION = """# Errors
 `groupwise train` looks at everything that can be known before the first token is sampled, most of it before the
 weights are read: settings, prompts, rewards, the model's files, the run folder, memory and disk. Checks that do not
 depend on each other all run, and one report numbers what they found. Each problem names the place, the value that
-stands there, what is accepted, and the way out; the command exits with 2. `--traceback` shows where it was raised.
+stands there, what is accepted, and the way out; the command exits with 2 (1 where
+a process of the run was lost). `--traceback` shows where it was raised.
 
 What runs, but is rarely meant, is a warning at the start of the run: prompts that occur more than once, settings
 without effect, a micro-batch that may not fit into memory.

@@ -318,7 +318,12 @@ def load_sampler(model: str, engine: Engine) -> tuple[Sampler, Chat]:
     if engine.sampler is not None:
         raise ConfigError("engine.sampler: is that of training; here this process samples: leave it out")
     policy, tokenizer, stop_ids = load_policy(model, engine.weights, device_of(engine))
-    sampler = LocalSampler(policy, stop_ids, max_batch_tokens=engine.sample_tokens or MOST_SAMPLE_TOKENS)
+    sampler = LocalSampler(
+        policy,
+        stop_ids,
+        max_batch_tokens=engine.sample_tokens or MOST_SAMPLE_TOKENS,
+        mixed=engine.dtype == "mixed",
+    )
     return sampler, Chat(tokenizer, stop_ids)
 
 

@@ -194,7 +194,7 @@ class Config(Slot):
     """Optimizer steps on the rollouts of one step, each on its share of the groups."""
     ahead: int = Field(default=0, ge=0)
     """Steps that may be sampled ahead while the learner trains, and so the most steps that the weights which sampled
-    are behind; 0 samples and trains in turn.  Needs a sampler with weights of its own."""
+    are behind; 0 samples and trains in turn.  Needs `engine.placement: ray`."""
     seed: int = 0
     """Decides everything random."""
     curriculum: Curriculum | None = None
@@ -253,10 +253,11 @@ class Config(Slot):
             "sampled one must not be cut: use top_p: 1 and top_k: 0 (evaluation.top_p and evaluation.top_k may cut it)",
         )
         server, entropy = self.engine.sampler, self.algorithm.entropy
+        largest = max(self.group_size, self.evaluation.samples)
         yield (
-            isinstance(server, Vllm) and server.url is None and server.max_sequences < self.group_size,
+            isinstance(server, Vllm) and server.url is None and server.max_sequences < largest,
             f"engine.sampler.max_sequences: {getattr(server, 'max_sequences', '')}; a group is one request: set it to "
-            f"at least group_size: {self.group_size}",
+            f"at least {largest}, the larger of group_size and evaluation.samples",
         )
         for path, needed in (
             ("algorithm.selection", self.algorithm.selection is not None),
@@ -295,10 +296,14 @@ class Config(Slot):
         }
         together = " and ".join(name for name, is_given in given.items() if is_given)
         yield sum(given.values()) > 1, f"{together}; they do not work together yet: use one of them"
+        alone = self.engine.sampler is None and isinstance(learner, Local)
         yield (
             self.ahead > 0 and self.engine.shares_weights,
             f"ahead: {self.ahead}; with engine.placement: local sampler and learner share one model, which cannot be "
-            "sampled from while it is trained: set engine.placement: ray, or ahead: 0",
+            "sampled from while it is trained: set engine.placement: ray, or ahead: 0"
+            if alone
+            else f"ahead: {self.ahead}; works with engine.placement: ray alone, yet: leave out engine.sampler and "
+            "engine.learner and set that, or ahead: 0",
         )
         yield (
             self.evaluation.data is not None and self.evaluation.fraction > 0,

@@ -7,6 +7,7 @@
     |- RewardError       a reward function: its name, its signature, what it returned
     |- NumericalError    a loss or gradient that is not finite, and where it comes from
     |- EngineError       a process that takes part in the run is lost, or cannot be started
+    |   `- LearnerLostError  it was the learner, which may be started anew
     `- CheckpointError   a run folder or a checkpoint in it
 
 The command line prints the message and exits with 2 (an `EngineError`: 1).  Broken invariants are `assert`s, not these.
@@ -60,6 +61,10 @@ class NumericalError(GroupwiseError):
 
 class EngineError(GroupwiseError):
     """A process that takes part in a run has died, does not answer, or cannot be started where it was asked for."""
+
+
+class LearnerLostError(EngineError):
+    """The process that learns has died; what it knew is in the newest checkpoint."""
 
 
 class CheckpointError(GroupwiseError):

@@ -24,7 +24,8 @@ from groupwise.statistics import MOST_SAMPLES, Difference, Estimate, Floats, dif
 from groupwise.tasks import Row, Task
 
 app = typer.Typer()
-ACCEPTED = ("data", "rewards", "seed", "engine", "sampling.max_tokens", "evaluation.max_tokens")
+ENGINE = tuple(f"engine.{name}" for name in ("device", "dtype", "threads", "sample_tokens"))
+ACCEPTED = ("data", "rewards", "seed", *ENGINE, "sampling.max_tokens", "evaluation.max_tokens")
 DRAWN = ("evaluation.temperature", "evaluation.top_p", "evaluation.top_k")
 """Settings of the samples; the greedy answer has none."""
 

@@ -32,6 +32,7 @@ class Pending:
             warn: told of a file that is damaged.
         """
         self._folder, self._settings, self._warn = run / "pending", _digest(f"{FIELDS} {settings}".encode()), warn
+        self._closed = False
 
     def recall(self, step: int, draw: int, play: Callable[[], list[Rollout]]) -> list[Rollout]:
         """The groups of a draw: as they were kept or, when there is no such file, as `play` makes them, then kept.
@@ -57,6 +58,7 @@ class Pending:
 
     def close(self) -> None:
         """Remove the folder if nothing is left in it; not before the run's end, for another thread forgets."""
+        self._closed = True
         if self._folder.is_dir() and not any(self._folder.iterdir()):
             self._folder.rmdir()
 
@@ -66,6 +68,8 @@ class Pending:
                 path.unlink(missing_ok=True)
 
     def _write(self, path: Path, rollouts: list[Rollout]) -> None:
+        if self._closed:  # by a thread that was sampling ahead: the folder may be another process's by now
+            return
         try:
             content = pickle.dumps(rollouts)
         except (pickle.PicklingError, AttributeError, TypeError) as error:

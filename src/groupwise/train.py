@@ -21,7 +21,7 @@ from groupwise.checks import cautions
 from groupwise.config import Config
 from groupwise.engines import Learner
 from groupwise.environment import write_environment
-from groupwise.errors import CheckpointError, EngineError, NumericalError
+from groupwise.errors import CheckpointError, EngineError, LearnerLostError, NumericalError
 from groupwise.evaluate import Scores
 from groupwise.experience import experience
 from groupwise.files import alone, damage, whole_folder, write_whole
@@ -264,10 +264,11 @@ def _train(parts: Parts, resume: Path | None, max_seconds: float | None, console
             contextlib.closing(log),
             contextlib.closing(pending),
             alone(folder),
-            parts.running(log),
         ):
-            start, current = _begin(config, log) if resume is None else _continue(config, parts, log)
-            with _way_out(folder):
+            if resume is None:
+                _begin(config, log)
+            with parts.running(log), _way_out(folder):
+                start, current = (0, config) if resume is None else _continue(config, parts, log)
                 before = parts.evaluate(config, log, 0) if start == 0 else None
                 _to_the_end(config, current, parts, log, start, stop)
                 return Run(folder, before, parts.evaluate(config, log, config.steps))
@@ -284,11 +285,15 @@ def _to_the_end(config: Config, current: Config, parts: Parts, log: RunLog, star
         current: those with coefficients as they stand after `start` steps.
 
     Raises:
-        EngineError: it is lost more often than `learner_restarts`.
+        LearnerLostError: it is lost more often than `learner_restarts`.
     """
     lost = 0
     while True:
         try:
+            if lost:
+                assert parts.processes is not None, "it was lost"
+                parts.processes.restart()
+                start, current = _continue(config, parts, log)
             loop(current, parts, log, start, stop)
             with stop.held(), whole_folder(log.folder / "model") as model:
                 save_model(config.model, parts.learner.weights(), model)
@@ -296,21 +301,18 @@ def _to_the_end(config: Config, current: Config, parts: Parts, log: RunLog, star
                 with stop.held(), whole_folder(log.folder / "adapter") as adapter:
                     parts.save_adapter(adapter)
             return
-        except EngineError as error:
+        except LearnerLostError as error:
             if parts.processes is None or lost == parts.processes.restarts:
                 raise
             lost += 1
             again = f"it is started anew, {lost} of at most {parts.processes.restarts} times in this run"
             log.warn(f"{error}; the last step written down is {log.done}; {again}")
-            parts.processes.restart()
-            start, current = _continue(config, parts, log)
 
 
-def _begin(config: Config, log: RunLog) -> tuple[int, Config]:
+def _begin(config: Config, log: RunLog) -> None:
     write_whole(log.folder / "config.yaml", config.to_yaml().encode())
     write_environment(log.folder)
     log.say(f"run folder: {log.folder}")
-    return 0, config
 
 
 def _continue(config: Config, parts: Parts, log: RunLog) -> tuple[int, Config]:

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from groupwise.checkpoint import complete
 from groupwise.config import Config
+from groupwise.engines.local import Local
 from groupwise.errors import CheckpointError, ConfigError
 from groupwise.records import Rollout
 
@@ -119,7 +120,8 @@ def kept_weights(run: Path, config: Config) -> list[Weights]:
     found = {0: Weights(0, config.model, config.model)}
     if (run / "model").is_dir():
         found[config.steps] = Weights(config.steps, str(run / "model"), "model")
-    for path in complete(run):
+    # The checkpoints of other learners are in pieces, one for each of their processes.
+    for path in complete(run) if isinstance(config.engine.learner, Local) else ():
         steps_done = int(path.name.removeprefix("step-"))
         found[steps_done] = Weights(steps_done, str(path), f"checkpoints/{path.name}", is_checkpoint=True)
     return sorted(found.values(), key=lambda weights: weights.steps_done)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from groupwise.engines import Completion, Request, Sampling, Snapshot
 from groupwise.engines.local import Recipe
-from groupwise.errors import EngineError
+from groupwise.errors import CheckpointError
 
 
 class SamplerActor:
@@ -77,7 +77,7 @@ class LearnerActor:
         """Write a copy into a folder, which every machine sees at the same path.
 
         Raises:
-            EngineError: this machine does not.
+            CheckpointError: this machine does not.
         """
         self._see(folder)
         self._snapshots.pop(number)(folder)
@@ -86,7 +86,7 @@ class LearnerActor:
         """Continue from what was written.
 
         Raises:
-            EngineError: this machine does not see it.
+            CheckpointError: this machine does not see it.
         """
         self._see(folder)
         self.call(part, "restore", folder)
@@ -99,7 +99,7 @@ class LearnerActor:
 
     def _see(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise EngineError(
+            raise CheckpointError(
                 f"output: {folder}; the learner's machine {socket.gethostname()} does not see that folder: choose one "
                 "on a file system that all machines share, with output=DIR"
             )

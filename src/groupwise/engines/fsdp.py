@@ -54,7 +54,7 @@ class Fsdp(Slot):
 
     def split(self) -> int:
         """Over how many processes the weights are split."""
-        return started() or 1
+        return started() or self.to_start()
 
     def join(self, device: str) -> contextlib.AbstractContextManager[Ranks]:
         """Meet the other ranks; see `groupwise.engines.ranks.join`.

@@ -33,7 +33,7 @@ from groupwise.engines import Completion, LossFn, Request, Sampling, Snapshot, V
 from groupwise.engines.actors import LearnerActor, SamplerActor
 from groupwise.engines.local import LocalEngine, Recipe
 from groupwise.engines.pool import Pool, Published
-from groupwise.errors import ConfigError, EngineError
+from groupwise.errors import ConfigError, EngineError, LearnerLostError
 from groupwise.records import Batch
 from groupwise.slots import Slot, loaded_files
 
@@ -206,11 +206,12 @@ class Actors:
         """What a method of the learner's actor returns, or raises.
 
         Raises:
-            EngineError: the actor is lost.
+            LearnerLostError: the actor is lost.
         """
         began = time.monotonic()
         try:
-            return self._wait(getattr(self._learner, method).remote(*arguments, **named), arguments[1:2] or method)
+            doing = str(arguments[1]) if method == "call" else method
+            return self._wait(getattr(self._learner, method).remote(*arguments, **named), doing)
         finally:
             with self._lock:
                 self._busy += time.monotonic() - max(began, self._since)
@@ -254,11 +255,12 @@ class Actors:
         ray, patience = _ray(), self._settings.patience_seconds
         each = {"CPU": float(self._threads), **({"GPU": self._settings.gpus} if self._recipe.gpu else {})}
         group = ray.util.placement_group([each] * count, strategy="PACK")
-        if group.wait(patience):
+        whole = ray.cluster_resources()
+        fits = all(whole.get(name, 0) >= amount * count for name, amount in each.items())
+        if group.wait(patience if fits or not self._own else 0):  # a cluster of this machine alone does not grow
             return group
         ray.util.remove_placement_group(group)
         wanted = " and ".join(f"{amount:g} {name}" for name, amount in each.items())
-        whole = ray.cluster_resources()
         there = ", ".join(f"{whole.get(name, 0):g} {name}" for name in each)
         raise ConfigError(
             f"engine.placement.samplers: {self._settings.samplers}; a learner and so many samplers of {wanted} each "
@@ -278,17 +280,15 @@ class Actors:
     def _ready(self) -> str:
         return f"the learner ({_started('the learner', self._learner, self._settings.patience_seconds)})"
 
-    def _wait(self, reference: Any, doing: Any) -> Any:
+    def _wait(self, reference: Any, doing: str) -> Any:
         """The result, by way of a future of Python's: a signal would be lost inside of Ray."""
         future, began = reference.future(), time.monotonic()
         while True:
             try:
-                with _speaking(self._name):
+                with _speaking(self._name, LearnerLostError):
                     return future.result(self._settings.patience_seconds)
             except NotYetError:
-                LOG.warning(
-                    "the run waits since %.0f s for %s: %s", time.monotonic() - began, self._name, "".join(doing)
-                )
+                LOG.warning("the run waits since %.0f s for %s: %s", time.monotonic() - began, self._name, doing)
 
 
 def _ray() -> Any:
@@ -363,7 +363,7 @@ def _started(title: str, actor: Any, patience: float) -> str:
 
 
 @contextlib.contextmanager
-def _speaking(who: str) -> Generator[None]:
+def _speaking(who: str, lost: type[EngineError] = EngineError) -> Generator[None]:
     """What our code raised over there is raised here as it was; what Ray says is that an actor is lost."""
     exceptions = _ray().exceptions
     try:
@@ -371,6 +371,6 @@ def _speaking(who: str) -> Generator[None]:
     except exceptions.RayTaskError as error:
         raise error.cause from error
     except exceptions.RayActorError as error:
-        raise EngineError(f"{who} died: it was killed, ran out of memory, or its machine was lost") from error
+        raise lost(f"{who} died: it was killed, ran out of memory, or its machine was lost") from error
     except exceptions.RayError as error:
-        raise EngineError(f"{who} is lost: {str(error).splitlines()[0]}") from error
+        raise lost(f"{who} is lost: {str(error).splitlines()[0]}") from error

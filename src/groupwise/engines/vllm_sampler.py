@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from groupwise.engines import Completion, Request, Sampling, Serving
 from groupwise.engines.vllm_server import DYING_SECONDS, Client, LostError
 from groupwise.engines.vllm_weights import tied, write
-from groupwise.errors import ConfigError, GroupwiseError, ModelError
+from groupwise.errors import ConfigError, EngineError, GroupwiseError, ModelError
 from groupwise.model import vocabulary
 from groupwise.records import Floats, Rollout, collate
 from groupwise.seeding import generator, key
@@ -98,7 +98,7 @@ class VllmSampler:
                 client.start()
                 self._facts = self._look_at(client)
             except LostError as error:
-                raise GroupwiseError(
+                raise EngineError(
                     f"{client.home.name} did not start: {client.home.fate(DYING_SECONDS) or error}"
                 ) from error
             self.load(self._serving.weights(), 0)
@@ -236,10 +236,7 @@ class VllmSampler:
         why = server.home.fate(DYING_SECONDS) or loss
         reason = f"{server.home.name} was lost after {self._version} training steps: {why}"
         if self._restarts >= self._allowed:
-            raise GroupwiseError(
-                f"{reason}; engine.sampler.restarts: {self._allowed} allows no more; see what ended it, and continue "
-                "with `groupwise train --resume RUN`"
-            ) from loss
+            raise EngineError(f"{reason}; engine.sampler.restarts: {self._allowed} allows no more") from loss
         self._restarts += 1
         LOG.warning("%s; restart %d of %d", reason, self._restarts, self._allowed)
         server.start()

@@ -177,9 +177,18 @@ def _halves(tokens: int) -> list[int]:
 
 def _fitting(subject: Subject, changes: Changes, available: int) -> Outlook | None:
     """The outlook with these settings, where it fits."""
-    config = changed(subject.config, changes)
-    found = look_ahead(Subject(config, subject.model, subject.lengths))
-    return found if found.peak <= available else None
+    other = altered(subject, changes)
+    found = None if other is None else look_ahead(other)
+    return found if found is not None and found.peak <= available else None
+
+
+def altered(subject: Subject, changes: Changes) -> Subject | None:
+    """The same run with some settings set anew; None where they do not go with its others."""
+    try:
+        config = changed(subject.config, changes)
+    except ConfigError:
+        return None
+    return Subject(config, subject.model, subject.lengths)
 
 
 def changed(config: Config, changes: Changes) -> Config:

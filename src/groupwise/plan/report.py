@@ -11,7 +11,7 @@ from rich.table import Table
 from groupwise.config import Config
 from groupwise.plan.cluster import Job, job_of
 from groupwise.plan.machine import Cluster
-from groupwise.plan.outlook import Outlook, Subject, changed, look_ahead, smallest_change
+from groupwise.plan.outlook import Outlook, Subject, altered, look_ahead, smallest_change
 from groupwise.plan.simulate import SIZES, TAIL, Scale, best_split, pays_until, scaling
 from groupwise.resources import in_words
 
@@ -23,8 +23,8 @@ class Plan:
     """What is known of a run before it."""
 
     here: Outlook
-    other: Outlook
-    """The same run with PPO's critic, or without, if it has one."""
+    other: Outlook | None
+    """The same run with PPO's critic, or without, if it has one; None where its settings allow none."""
     remedy: str
     """The smallest change with which it fits here; empty where it fits."""
     clusters: Sequence[OnCluster] = field(default_factory=list["OnCluster"])
@@ -54,7 +54,8 @@ def plan(
 ) -> Plan:
     """Plan a run here and on clusters; `measure` times this machine, `simulate` looks at 8 to 4,096 GPUs."""
     here = look_ahead(subject, measure=measure, say=say)
-    other = look_ahead(_of(subject, {"algorithm": "grpo" if subject.config.algorithm.critic else "ppo"}))
+    otherwise = altered(subject, {"algorithm": "grpo" if subject.config.algorithm.critic else "ppo"})
+    other = None if otherwise is None else look_ahead(otherwise)
     found: list[OnCluster] = []
     for cluster in clusters:
         job = job_of(subject.config, subject.model, subject.lengths, cluster)
@@ -62,10 +63,6 @@ def plan(
         scales = scaling(job, SIZES, seed, tail) if simulate else []
         found.append(OnCluster(job, ways, "" if ways else _cluster_remedy(subject, job), scales))
     return Plan(here, other, "" if here.fits else _remedy(here), found)
-
-
-def _of(subject: Subject, changes: dict[str, Any]) -> Subject:
-    return Subject(changed(subject.config, changes), subject.model, subject.lengths)
 
 
 def _remedy(here: Outlook) -> str:
@@ -87,8 +84,8 @@ def _cluster_remedy(subject: Subject, job: Job) -> str:
     if job.slots == 0:
         return f"a sampler has no room for keys and values on {cluster.gpu.name}: take GPUs with more memory"
     for changes in ({"engine.gradient_checkpointing": True}, {"engine.gradient_checkpointing": True, "lora.rank": 16}):
-        altered = _of(subject, changes)
-        if job_of(altered.config, altered.model, altered.lengths, cluster).fits(cluster.count):
+        other = altered(subject, changes)
+        if other is not None and job_of(other.config, other.model, other.lengths, cluster).fits(cluster.count):
             enough = f", or {job.fewest}x{cluster.gpu.name}" if job.fewest else ""
             return f"{_spelt(changes)}{enough}"
     return f"{job.fewest}x{cluster.gpu.name}" if job.fewest else "a smaller model, or GPUs with more memory"
@@ -115,7 +112,7 @@ def lines(found: Plan) -> Iterator[str | Table]:
         yield from _cluster(part, config)
 
 
-def _here(here: Outlook, other: Outlook) -> Iterator[str | Table]:
+def _here(here: Outlook, other: Outlook | None) -> Iterator[str | Table]:
     config, memory = here.subject.config, here.step.memory
     table = Table("memory on this machine", "at most", title_justify="left")
     for name, size in held(here).items():
@@ -136,6 +133,11 @@ def _here(here: Outlook, other: Outlook) -> Iterator[str | Table]:
     if not here.calibrated:
         yield ROUGH
     yield f"micro-batch: {here.step.microbatch} tokens of engine.train_tokens: {config.engine.train_tokens}"
+    engine = config.engine
+    if engine.learner.split() or engine.sampler is not None or not engine.shares_weights:
+        yield "this is the run in one process; engine.learner, sampler and placement are not counted"
+    if other is None:
+        return
     step, peak = other.step_seconds / here.step_seconds, in_words(abs(other.peak - here.peak))
     word = "more" if other.peak > here.peak else "less"
     name = "without the critic (grpo)" if memory.critic else "with PPO's critic (ppo)"
@@ -223,7 +225,7 @@ def as_json(found: Plan) -> dict[str, Any]:
         "trained": here.step.memory.learning,
         "lengths": asdict(here.subject.lengths),
         "here": {**_values(here), "remedy": found.remedy or None},
-        "with_critic" if not here.step.memory.critic else "without_critic": _values(found.other),
+        "with_critic" if not here.step.memory.critic else "without_critic": found.other and _values(found.other),
         "clusters": [_cluster_values(part) for part in found.clusters],
     }
 
