@@ -115,10 +115,11 @@ def configure(model: str, data: str, rewards: Sequence[str], settings: Sequence[
     tree["evaluation"] = {"temperature": 1.0}
     for text in settings:
         apply(tree, text)
-    config, accepted = Config.parse(tree), ACCEPTED + (DRAWN if ks else ())
+    accepted = ACCEPTED + (DRAWN if ks else ())
     for key in (text.partition("=")[0] for text in settings):
         if not any(key == name or key.startswith(f"{name}.") for name in accepted):
             raise ConfigError(f"{key}: {_without_effect(key)}; accepted: {', '.join(accepted)}")
+    config = Config.parse(tree)
     if config.evaluation.temperature == 0:
         raise ConfigError(
             "evaluation.temperature: 0; all samples of a prompt would be the same: use a value above 0, or leave --k "
