@@ -53,7 +53,7 @@ def accuracy(model: Path, home: Path) -> float:
     command = [sys.executable, "-m", "groupwise.cli", "eval", str(model), "--data", str(held_out)]
     settings = ["--reward", "math_answer", "--json", "--quiet", "sampling.max_tokens=64", "engine.device=cpu"]
     printed = subprocess.run([*command, *settings], check=True, capture_output=True, text=True).stdout
-    return float(json.loads(printed.splitlines()[-1])["headline"])
+    return float(json.loads(printed.splitlines()[-1])["figures"]["greedy"]["mean"])
 
 
 def main() -> None:

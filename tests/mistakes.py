@@ -171,6 +171,20 @@ SETTINGS: dict[str, Mistake] = {
         "do not work together yet",
         "use one of them",
     ),
+    "actors, and a device for all of them": Mistake(
+        [*training(), "engine.placement=ray", "engine.device=cuda:1"],
+        "engine.device",
+        "cuda:1",
+        "each actor gets its own",
+        "use auto, cuda or cpu",
+    ),
+    "sampling ahead of a learner that is split": Mistake(
+        [*training(), "engine.learner=fsdp", "engine.device=cpu", "ahead=1"],
+        "ahead",
+        "1",
+        "works with engine.placement: ray alone, yet",
+        "leave out engine.sampler and engine.learner",
+    ),
     "a placement that does not exist": setting(
         "engine.placement=slurm", "no such choice", "accepted: local, ray", "or code as file.py:function"
     ),

@@ -296,6 +296,11 @@ class Config(Slot):
         }
         together = " and ".join(name for name, is_given in given.items() if is_given)
         yield sum(given.values()) > 1, f"{together}; they do not work together yet: use one of them"
+        yield (
+            isinstance(self.engine.placement, Ray) and self.engine.device.startswith("cuda:"),
+            f"engine.device: {self.engine.device}; with engine.placement: ray each actor gets its own; use auto, cuda "
+            "or cpu",
+        )
         alone = self.engine.sampler is None and isinstance(learner, Local)
         yield (
             self.ahead > 0 and self.engine.shares_weights,

@@ -14,7 +14,8 @@ import torch
 
 from groupwise.algorithms import Algorithm
 from groupwise.checks import Outline
-from groupwise.config import Config
+from groupwise.config import Config, Engine
+from groupwise.engines.vllm import Vllm
 from groupwise.resources import available_memory, key_value_count, memory_of, parameter_count
 from groupwise.slots import replace
 from groupwise.weights import Importance
@@ -43,11 +44,12 @@ def settle(config: Config, known: Outline, device: torch.device) -> tuple[Config
         engine = replace(
             engine, dtype="mixed" if _mixed_is_faster(known, device) and _correctable(algorithm) else "float32"
         )
-    if engine.dtype == "mixed" and algorithm.correction is None and _correctable(algorithm):
+    if (rounded := _rounds(engine)) and algorithm.correction is None and _correctable(algorithm):
         algorithm = replace(algorithm, correction=Importance())
+        setting, _, value = rounded.partition(": ")
         said.append(
-            "engine.dtype: mixed samples from weights rounded to bfloat16, so algorithm.correction: importance is on "
-            "(truncated at 2); for the exact numbers set engine.dtype: float32"
+            f"{setting}: {value} samples from weights rounded to bfloat16, so algorithm.correction: importance is on "
+            f"(truncated at 2); for the exact numbers set {setting}: float32"
         )
     train, sample = _tokens(config, known, device)
     engine = replace(
@@ -57,6 +59,14 @@ def settle(config: Config, known: Outline, device: torch.device) -> tuple[Config
         sample_tokens=engine.sample_tokens or sample,
     )
     return replace(config, engine=engine, algorithm=algorithm), said
+
+
+def _rounds(engine: Engine) -> str:
+    """The setting by which completions are drawn from coarser weights than are trained; empty when there is none."""
+    if engine.dtype == "mixed":
+        return "engine.dtype: mixed"
+    coarse = isinstance(engine.sampler, Vllm) and engine.sampler.dtype == "bfloat16"
+    return "engine.sampler.dtype: bfloat16" if coarse and engine.weights == torch.float32 else ""
 
 
 def _correctable(algorithm: Algorithm) -> bool:

@@ -235,14 +235,15 @@ def train(
         if ranks is not None:
             ranks.follow(lambda settings: engine_of(Config.parse(yaml.safe_load(settings)), ranks)())
         with contextlib.closing(build(config, task, held_out, ranks)) as parts:
-            return _train(parts, resume, max_seconds, console)
+            name = Path(config.model).name or "model"
+            folder = resume or new_folder(Path(config.output) if config.output else fresh_folder(Path(RUNS), name))
+            with alone(folder):
+                return _train(parts, folder, resume is not None, max_seconds, console)
 
 
-def _train(parts: Parts, resume: Path | None, max_seconds: float | None, console: Console | None) -> Run:
+def _train(parts: Parts, folder: Path, resumed: bool, max_seconds: float | None, console: Console | None) -> Run:
     """The run of these parts, in its folder."""
     config = parts.config
-    name = Path(config.model).name or "model"
-    folder = resume or new_folder(Path(config.output) if config.output else fresh_folder(Path(RUNS), name))
     log = RunLog(
         folder,
         steps=config.steps,
@@ -259,19 +260,15 @@ def _train(parts: Parts, resume: Path | None, max_seconds: float | None, console
         log.warn(caution)
     before: Scores | None = None
     try:
-        with (
-            Stop(max_seconds) as stop,
-            contextlib.closing(log),
-            contextlib.closing(pending),
-            alone(folder),
-        ):
-            if resume is None:
+        with Stop(max_seconds) as stop, contextlib.closing(log), contextlib.closing(pending):
+            if not resumed:
                 _begin(config, log)
-            with parts.running(log), _way_out(folder):
-                start, current = (0, config) if resume is None else _continue(config, parts, log)
-                before = parts.evaluate(config, log, 0) if start == 0 else None
-                _to_the_end(config, current, parts, log, start, stop)
-                return Run(folder, before, parts.evaluate(config, log, config.steps))
+            with parts.running(log):
+                start, current = _continue(config, parts, log) if resumed else (0, config)
+                with _way_out(folder):
+                    before = parts.evaluate(config, log, 0) if start == 0 else None
+                    _to_the_end(config, current, parts, log, start, stop)
+                    return Run(folder, before, parts.evaluate(config, log, config.steps))
     except Stopped as stopped:
         log.say(f"stopped by {stopped}; continue with: groupwise train --resume {folder}")
         return Run(folder, before, None, stopped=str(stopped))
