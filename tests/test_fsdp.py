@@ -222,10 +222,9 @@ def test_a_rank_that_is_stuck_or_dies_is_named_and_the_run_can_be_resumed(tmp_pa
     one, two = toy_runs(tmp_path, **shape)
     train(one, console=terminal()[0])
     file, run = as_file(two, tmp_path / "run.yaml", timeout_seconds=4.0), tmp_path / "two"
-    lost = r"groupwise: rank 0 on \S+ \(process \d+\), in update after step [12]: rank 1 on \S+ \(process \d+\) has died or "
-    lost += (
-        rf"does not answer; the last good state is {run}/checkpoints/step-0000[12]; .*`groupwise train --resume {run}`"
-    )
+    lost = r"groupwise: rank 0 on \S+ \(process \d+\), in update after step [12]: "
+    lost += r"rank 1 on \S+ \(process \d+\) has died or does not answer; "
+    lost += rf"the last good state is {run}/checkpoints/step-0000[12]; .*`groupwise train --resume {run}`"
     for name, arguments in (("SIGSTOP", [file]), ("SIGKILL", ["--resume", str(run)])):
         ended = command(*arguments)
         assert ended.returncode == 1
