@@ -32,8 +32,8 @@ fix: $(READY) ## mend what lint and format can mend by themselves
 	$(BIN)/ruff check --fix --exit-zero .
 	$(BIN)/ruff format .
 
-bench: $(READY) ## measure and rewrite docs/benchmarks.md (an hour; keep the machine quiet)
-	for one in race sweeps seeds algorithms ppo length_bias faulty_rewards code_rewards against_trl; do $(BIN)/python -m benchmarks.$$one || exit 1; done
+bench: $(READY) ## measure and rewrite docs/benchmarks.md (an hour and a half; keep the machine quiet)
+	for one in race sweeps seeds algorithms ppo length_bias faulty_rewards code_rewards against_trl plan scaling; do $(BIN)/python -m benchmarks.$$one || exit 1; done
 
 bench-self: $(READY) ## a training step beside that of an older commit of ours (OLD=COMMIT)
 	$(BIN)/python -m benchmarks.against_older $(OLD)
