@@ -17,6 +17,7 @@ from rich.console import Console
 from torch import Tensor
 from toys import metrics, sampled, terminal, toy_config
 
+from groupwise import experience
 from groupwise.algorithms import Algorithm
 from groupwise.build import Parts
 from groupwise.chat import Chat
@@ -58,7 +59,7 @@ def weights_are_those_of_the_last_checkpoint(parts: Parts, folder: Path) -> bool
 
 
 def let_rewards_be_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = TRAIN.play
+    original = experience.play
 
     def play(*arguments: Any, **named: Any) -> Any:
         rollouts = original(*arguments, **named)
@@ -66,7 +67,7 @@ def let_rewards_be_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
             rollouts[ODD] = dataclasses.replace(rollouts[ODD], reward=math.inf)
         return rollouts
 
-    monkeypatch.setattr(TRAIN, "play", play)
+    monkeypatch.setattr(experience, "play", play)
 
 
 def let_gradients_be_nan(monkeypatch: pytest.MonkeyPatch, step: int = 1) -> None:
