@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from models import tiny_tokenizer
 from rich.console import Console
-from toys import final_bytes, metrics, sampled, terminal, toy_config, toy_folder, toy_rows
+from toys import final_bytes, metrics, sampled, terminal, toy_config
 
 from groupwise.ahead import in_advance
 from groupwise.build import Parts
@@ -32,14 +32,6 @@ ONE, TWO, LOST_TWICE, LOST_OFTEN = (
     {"placement": f"{placements.__file__}:{name}"} for name in ("one", "two", "lost_twice", "lost_often")
 )
 LEARNS = {"steps": 35, "prompts_per_step": 8, "group_size": 8}
-
-
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("toys")
-    toy_folder(folder / "model")
-    toy_rows(folder / "rows.jsonl")
-    return folder
 
 
 def run(config: Config, **options: Any) -> Path:

@@ -59,8 +59,7 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "engines.local_learner": {"engines.steps"},
     "engines.local": {"engines.local_sampler", "engines.local_learner", "engines.critic", "engines.ranks"},
     "engines.shards": {"engines.ranks", "engines.steps"},
-    "engines.fsdp": {f"engines.{name}" for name in ("local", "local_learner", "local_sampler")}
-    | {"engines.ranks", "engines.shards", "engines.steps"},
+    "engines.fsdp": {"engines.local", "engines.ranks", "engines.shards", "engines.steps"},
     "engines.vllm_sampler": {"engines.vllm_server", "engines.vllm_weights"},
     "engines.vllm": {"engines.vllm_sampler", "engines.vllm_server"},
     "engines.actors": {"engines.local"},

@@ -19,7 +19,7 @@ import placements
 import pytest
 import ray_actors
 from rich.console import Console
-from toys import final_bytes, metrics, sampled, terminal, toy_config, toy_folder, toy_rows
+from toys import final_bytes, metrics, sampled, terminal, toy_config
 
 from groupwise.engines.ray import Actors, Ray, _connect, _ray, _started
 from groupwise.errors import ConfigError, EngineError
@@ -30,14 +30,6 @@ pytestmark = [
     pytest.mark.skipif(find_spec("ray") is None, reason='needs the extra: pip install "groupwise[ray]"'),
 ]
 STEPS = 7
-
-
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("toys")
-    toy_folder(folder / "model")
-    toy_rows(folder / "rows.jsonl")
-    return folder
 
 
 @pytest.fixture(scope="module")

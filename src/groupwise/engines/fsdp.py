@@ -23,16 +23,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
-from groupwise.adapters import Lora, adapted, attach, merged, save_adapter, switched_off
-from groupwise.engines import Completion, LossFn, Optimizer, Request, Sampling, Snapshot
-from groupwise.engines.local import LocalEngine, load_policy
-from groupwise.engines.local_sampler import LocalSampler
+from groupwise.adapters import adapted, merged, switched_off
+from groupwise.engines import Completion, LossFn, Optimizer, Request, Sampler, Sampling, Snapshot
+from groupwise.engines.local import LocalEngine, local_engine
 from groupwise.engines.ranks import Ranks, everywhere, everywhere_in_background, join, started
 from groupwise.engines.shards import Sharded, State, copied, names_in, read_state, shares, write_state
 from groupwise.engines.steps import AVERAGES, Steps, distinct, whole
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.head import at_tokens, learn, products, score
-from groupwise.model import context_length, load_model
 from groupwise.packing import Forward
 from groupwise.records import Batch, Rollout, collate
 from groupwise.slots import Slot
@@ -70,59 +68,21 @@ class Fsdp(Slot):
         return join(self.timeout_seconds, device)
 
     def engine(self, ranks: Ranks | None, model: str | Path, **settings: Any) -> LocalEngine:
-        """See `fsdp_engine`."""
+        """The engine of this rank; the arguments are those of `local_engine`, on every rank the same.
+
+        Raises:
+            ModelError: the model or its tokenizer cannot be loaded or served.
+        """
         assert ranks is not None, "join comes first"
-        return fsdp_engine(ranks, model, **settings)
-
-
-def fsdp_engine(
-    ranks: Ranks,
-    model: str | Path,
-    *,
-    dtype: torch.dtype,
-    device: str | torch.device,
-    max_batch_tokens: int,
-    microbatch_tokens: int,
-    optimizer: Optimizer,
-    temperature: float,
-    total_updates: int,
-    reference: str | Path | None = None,
-    entropy: bool = False,
-    gradient_checkpointing: bool = False,
-    critic: Optimizer | None = None,
-    mixed: bool = False,
-    lora: Lora | None = None,
-    seed: int = 0,
-) -> LocalEngine:
-    """The engine of this rank; the arguments are those of `local_engine`, on every rank the same.
-
-    Raises:
-        ModelError: the model or its tokenizer cannot be loaded or served.
-    """
-    assert critic is None, "config refuses it: a critic is not split yet"
-    policy, tokenizer, stop_ids = load_policy(model, dtype, device, gradient_checkpointing)
-    if lora is not None:
-        attach(policy, lora, seed)
-    learner = FsdpLearner(
-        ranks,
-        policy,
-        optimizer,
-        temperature=temperature,
-        microbatch_tokens=microbatch_tokens,
-        total_updates=total_updates,
-        reference=None if reference is None else lambda: load_model(reference, dtype=dtype, device=device),
-        entropy=entropy,
-        mixed=mixed,
-    )
-    sampler = SplitSampler(ranks, LocalSampler(policy, stop_ids, max_batch_tokens=max_batch_tokens, mixed=mixed))
-    save = None if lora is None else partial(save_adapter, policy)
-    return LocalEngine(sampler, learner, tokenizer, stop_ids, context_length(policy), None, save)
+        assert settings.get("critic") is None, "config refuses it: a critic is not split yet"
+        engine = local_engine(model, make=partial(FsdpLearner, ranks), **settings)
+        return engine._replace(sampler=SplitSampler(ranks, engine.sampler))
 
 
 class SplitSampler:
     """Has every rank draw the completions of some of the groups.  See `groupwise.engines.Sampler`."""
 
-    def __init__(self, ranks: Ranks, sampler: LocalSampler) -> None:
+    def __init__(self, ranks: Ranks, sampler: Sampler) -> None:
         """
         Args:
             sampler: this rank's own; its model is the one into which the learner gathers its weights.

@@ -111,13 +111,14 @@ def local_engine(
     mixed: bool = False,
     lora: Lora | None = None,
     seed: int = 0,
+    make: Callable[..., Learner] = LocalLearner,
 ) -> LocalEngine:
     """Load a model once, to sample and to learn; the arguments are those of `load_model` and of the two classes.
 
     `reference` is a folder or hub id; that model is loaded when it is first asked for.  With `critic`, the optimizer of
     one, a value network of the same architecture and first weights is made as well.  With `lora`, an adapter is
     trained, whose first values `seed` decides; the reference is then the model without it, whatever `reference` says,
-    and the critic is trained whole.
+    and the critic is trained whole.  `make` takes what `LocalLearner` takes.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded or served.
@@ -125,7 +126,7 @@ def local_engine(
     policy, tokenizer, stop_ids = load_policy(model, dtype, device, gradient_checkpointing)
     if lora is not None:
         attach(policy, lora, seed)
-    learner = LocalLearner(
+    learner = make(
         policy,
         optimizer,
         temperature=temperature,
