@@ -23,7 +23,7 @@ from toys import REWARD, metrics, sampled, terminal, toy_config, toy_folder, toy
 
 from groupwise.config import Config
 from groupwise.engines.ranks import join
-from groupwise.engines.shards import shares
+from groupwise.engines.shards import pair_cost, shares
 from groupwise.errors import CheckpointError, ConfigError
 from groupwise.records import Rollout, collate
 from groupwise.resources import memory_of
@@ -144,6 +144,25 @@ def test_shares_are_disjoint_keep_prompts_together_and_are_about_equal() -> None
     assert max(tokens) < 1.1 * min(tokens)
     few = shares(batch.rows(torch.arange(4)), 3)
     assert sorted(map(len, few)) == [1, 1, 2], "fewer prompts than ranks: rows are dealt out"
+
+
+def test_where_attention_costs_something_a_long_row_weighs_more_than_short_ones_of_as_many_tokens() -> None:
+    batch = collate(
+        [
+            Rollout(np.full(length, 5 + group, np.int32), np.arange(length) > 0, np.zeros(length, np.float32), group)
+            for group, length in enumerate([400, *[100] * 8])
+        ]
+    )
+    assert [len(share) for share in shares(batch, 2)] == [3, 6], "600 tokens each"
+    assert [len(share) for share in shares(batch, 2, 0.01)] == [1, 8], "1200 and 8 x 150"
+
+
+def test_a_pair_of_tokens_costs_what_attention_computes_beside_the_weights_of_the_layers() -> None:
+    model = tiny_model("qwen3")
+    config, decoder = model.config, model.get_decoder()
+    weights = sum(weight.numel() for name, weight in decoder.named_parameters() if "embed_tokens" not in name)
+    products = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    assert pair_cost(model) == products / weights
 
 
 # A run --------------------------------------------------------------------------------------------------------------

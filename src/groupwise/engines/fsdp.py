@@ -27,7 +27,7 @@ from groupwise.adapters import adapted, merged, switched_off
 from groupwise.engines import Completion, LossFn, Optimizer, Request, Sampler, Sampling, Snapshot
 from groupwise.engines.local import LocalEngine, local_engine
 from groupwise.engines.ranks import Ranks, everywhere, everywhere_in_background, join, started
-from groupwise.engines.shards import Sharded, State, copied, names_in, read_state, shares, write_state
+from groupwise.engines.shards import Sharded, State, copied, names_in, pair_cost, read_state, shares, write_state
 from groupwise.engines.steps import AVERAGES, Steps, distinct, whole
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.head import at_tokens, learn, products, score
@@ -153,7 +153,7 @@ class FsdpLearner:
         """
         self.ranks = ranks
         self._whole, self._adapted, self._mixed = model, adapted(model), mixed
-        self._policy = Sharded(Forward(model, mixed), ranks)
+        self._policy, self._pair_cost = Sharded(Forward(model, mixed), ranks), pair_cost(model)
         self._temperature, self._microbatch_tokens = temperature, microbatch_tokens
         self._load_reference, self._entropy = reference, entropy
         self._reference: Sharded | None = None
@@ -298,7 +298,7 @@ class FsdpLearner:
         Every rank has as many parts as any: a forward or backward pass takes all of them.  Those that make up the
         number have no rows that count.
         """
-        mine = shares(batch, self.ranks.size)[self.ranks.rank]
+        mine = shares(batch, self.ranks.size, self._pair_cost)[self.ranks.rank]
         with policy.forward.microbatches(batch.rows(mine), self._microbatch_tokens) as found:
             parts = [(mine[rows], part) for rows, part in found]
             more = self.ranks.most(len(parts)) - len(parts)

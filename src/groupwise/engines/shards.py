@@ -6,7 +6,7 @@ Shapes: B rows; a parameter float[d, ...] is split along its first dimension.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import PreTrainedModel
 
 from groupwise.engines.ranks import Ranks
 from groupwise.engines.steps import UNREADABLE
@@ -115,12 +116,12 @@ def _fill(model: nn.Module, whole: nn.Module, mesh: DeviceMesh) -> None:
 # What each rank computes ---------------------------------------------------------------------------------------------
 
 
-def shares(batch: Batch, ranks: int) -> list[Tensor]:
-    """Row indices int64[b] for each rank: rows with one prompt together, and about equally many tokens.
+def shares(batch: Batch, ranks: int, pair_cost: float = 0.0) -> list[Tensor]:
+    """Row indices int64[b] for each rank: rows with one prompt together, and about equally much to compute.
 
-    Where there are fewer prompts than ranks, their rows are dealt out one by one.
+    Where there are fewer prompts than ranks, their rows are dealt out one by one.  `pair_cost` is that of the model.
     """
-    lengths, masked = batch.lengths.tolist(), batch.loss_mask.any(-1).tolist() if len(batch) else []
+    ends, masked = batch.lengths.tolist(), batch.loss_mask.any(-1).tolist() if len(batch) else []
     starts, prompts = split(batch)
     families: dict[bytes, list[int]] = {}
     for row in range(len(batch)):
@@ -129,14 +130,33 @@ def shares(batch: Batch, ranks: int) -> list[Tensor]:
     units = list(families.values())
     if len(units) < ranks:
         units = [[row] for rows in units for row in rows]
-    costs = [int(starts[rows[0]]) + sum(lengths[row] - int(starts[row]) for row in rows) for rows in units]
+    costs = [_cost(int(starts[rows[0]]), [ends[row] for row in rows], pair_cost) for rows in units]
     taken: list[list[int]] = [[] for _ in range(ranks)]
-    load = [0] * ranks
+    load = [0.0] * ranks
     for unit in sorted(range(len(units)), key=lambda unit: -costs[unit]):
         least = load.index(min(load))
         taken[least] += units[unit]
         load[least] += costs[unit]
     return [torch.tensor(sorted(rows), dtype=torch.int64) for rows in taken]
+
+
+def _cost(prompt: int, ends: Sequence[int], pair_cost: float) -> float:
+    """What rows of these lengths cost that share a prompt, in passes of one token through the layers' matrices."""
+    tokens = prompt + sum(end - prompt for end in ends)
+    pairs = prompt**2 + sum(end**2 - prompt**2 for end in ends)  # a token sees itself and those before: half a square
+    return tokens + pair_cost * pairs / 2
+
+
+def pair_cost(model: PreTrainedModel) -> float:
+    """What attention from one token to one other costs in all layers, where a token's way through the matrices is 1.
+
+    Two products of a head's size in each head, for each weight one of a single number.  Of a model whose tokens do not
+    use all weights (a mixture of experts) it is too small.
+    """
+    config = model.config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    products = 2 * config.num_hidden_layers * config.num_attention_heads * size
+    return products / cast(Any, model).get_decoder().num_parameters(exclude_embeddings=True)
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------
