@@ -17,8 +17,8 @@ from toys import final_bytes, metrics, sampled, terminal, toy_config
 
 from groupwise.ahead import in_advance
 from groupwise.build import Parts
+from groupwise.cautions import cautions
 from groupwise.chat import Chat
-from groupwise.checks import cautions
 from groupwise.config import Config
 from groupwise.engines.fake import RecordingLearner, ScriptedSampler
 from groupwise.errors import ConfigError, EngineError

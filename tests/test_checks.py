@@ -17,8 +17,9 @@ from toys import terminal, toy_config, toy_rows
 
 from groupwise import hub, resources
 from groupwise.build import build, prepare
+from groupwise.cautions import cautions
 from groupwise.chat import Chat
-from groupwise.checks import cautions, check_it_learns, data_cautions
+from groupwise.checks import check_it_learns, data_cautions
 from groupwise.config import Config
 from groupwise.errors import ConfigError, DataError
 from groupwise.model import load_model, sketch

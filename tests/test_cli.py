@@ -19,9 +19,10 @@ from workplace import TINY, training, workplace
 
 from groupwise import cli
 from groupwise.arithmetic import Recipe, build_base_model
-from groupwise.config import Config, reference
+from groupwise.config import Config
 from groupwise.engines.local_sampler import LocalSampler
 from groupwise.log import RunLog
+from groupwise.schema import reference
 
 SRC = Path(__file__).parents[1] / "src"
 
@@ -175,7 +176,7 @@ def test_the_reference_has_every_setting(groupwise: Groupwise) -> None:
     shown = groupwise("config", "--reference")
     assert shown.code == 0
     told = [line.split(" (default")[0] for line in shown.out.splitlines() if not line.startswith(" ")]
-    assert told == [path for path, _, _ in reference()]
+    assert told == [path for path, _, _ in reference(Config)]
     assert {"model", "data.path", "algorithm.surrogate[clip].high", "optimizer.learning_rate"} <= set(told)
     assert "    Peak learning rate." in shown.out
 

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import yaml
 
-from groupwise.checks import cautions
-from groupwise.config import Config, read_yaml, reference
+from groupwise.cautions import cautions
+from groupwise.config import Config
 from groupwise.errors import ConfigError
 from groupwise.losses import Cispo, Clip
 from groupwise.presets import DAPO, PRESETS
+from groupwise.schema import reference
 from groupwise.slots import replace
+from groupwise.trees import read_yaml
 
 TREE: dict[str, Any] = {"model": "some/model", "data": {"path": "rows.jsonl"}, "rewards": ["math_answer"]}
 
@@ -150,6 +152,6 @@ def test_settings_without_effect_are_said() -> None:
 
 
 def test_every_setting_is_documented() -> None:
-    paths = [path for path, _, text in reference() if not text]
+    paths = [path for path, _, text in reference(Config) if not text]
     assert paths == []
-    assert len(list(reference())) > 50
+    assert len(list(reference(Config))) > 50

@@ -21,12 +21,13 @@ from torch import Tensor
 from toys import toy_config, toy_folder, toy_rows
 
 from groupwise.cli import app
-from groupwise.config import Config, read_yaml
+from groupwise.config import Config
 from groupwise.losses import LossInputs
 from groupwise.presets import ABOUT, PRESETS
 from groupwise.records import Rollout
 from groupwise.slots import load_code
 from groupwise.train import train
+from groupwise.trees import read_yaml
 
 ROOT = Path(__file__).parents[1]
 TOOL = str(ROOT / "tools" / "docs.py")

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from groupwise.arithmetic import Recipe, build_base_model, problems
-from groupwise.checks import cautions
+from groupwise.cautions import cautions
 from groupwise.config import Config
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

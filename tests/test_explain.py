@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from groupwise.algorithms import Algorithm
 from groupwise.cli import app
-from groupwise.config import Config, members_of
+from groupwise.config import Config
 from groupwise.errors import ConfigError
 from groupwise.explain import choices, differences, equations, first_sentence, with_std, worked_example
 from groupwise.losses import LossInputs, PerToken
@@ -19,6 +19,7 @@ from groupwise.penalties import (
     KL,
 )
 from groupwise.presets import DAPO, DR_GRPO, GRPO, GSPO, PRESETS, RLOO
+from groupwise.schema import members_of
 from groupwise.slots import Readable, replace
 
 

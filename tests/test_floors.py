@@ -18,7 +18,8 @@ PLAN = ("kernels", "rehearsal", "machine", "calibrate", "sampling", "local", "ou
 """Each may import those before it."""
 DIAGNOSIS_RULES = ("of_rewards", "of_completions", "of_updates")
 FLOORS = (
-    {"errors", "records", "seeding", "slots", "devices", "hub", "environment", "files", "interrupt", "launch", "ahead"},
+    {"errors", "records", "seeding", "slots", "devices", "hub", "environment", "files", "interrupt", "launch", "ahead"}
+    | {"demands", "schema", "trees"},
     {"advantages", "shaping", "weights", "losses", "penalties", "model", "model_files", "resources", "head"}
     | {"adapters", "folding", "lean", "decoding", "drawing", "attention", "packing", "guards", "pending"}
     | {"statistics"},
@@ -30,7 +31,19 @@ FLOORS = (
     | {f"engines.{name}" for name in ("ray", "pool", "actors")}
     | {f"engines.{name}" for name in ("vllm", "vllm_sampler", "vllm_server", "vllm_weights")}
     | {f"engines.vllm_side.{name}" for name in ("groupwise_worker", "groupwise_watch")},
-    {"train", "experience", "build", "checks", "settling", "evaluate", "log", "config", "curriculum", "explain"}
+    {
+        "train",
+        "experience",
+        "build",
+        "cautions",
+        "checks",
+        "settling",
+        "evaluate",
+        "log",
+        "config",
+        "curriculum",
+        "explain",
+    }
     | {"report", "report.completions", "report.data", "report.watch"}
     | {"compare", *(f"compare.{name}" for name in ("stored", "opinions", "policy", "tables"))}
     | {"diagnosis", *(f"diagnosis.{name}" for name in ("evidence", "findings", *DIAGNOSIS_RULES))},
@@ -43,6 +56,8 @@ SURFACE = {"", "__main__"}  # groupwise/__init__.py gathers the public names; no
 
 NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "slots": {"errors"},
+    "schema": {"errors", "slots"},
+    "trees": {"errors"},
     "devices": {"errors"},
     "files": {"errors"},
     "interrupt": {"errors"},
@@ -76,11 +91,12 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "diagnosis.findings": {"diagnosis.evidence"},
     **{f"diagnosis.{name}": {"diagnosis.evidence", "diagnosis.findings"} for name in DIAGNOSIS_RULES},
     "diagnosis": {"diagnosis.evidence", "diagnosis.findings", *(f"diagnosis.{name}" for name in DIAGNOSIS_RULES)},
+    "cautions": {"config"},
     "checks": {"config"},
     "settling": {"config", "checks"},
     "build": {"config", "checks", "settling", "curriculum", "evaluate", "log"},
     "experience": {"config", "build"},
-    "train": {"config", "build", "checks", "evaluate", "experience", "log"},
+    "train": {"config", "build", "cautions", "evaluate", "experience", "log"},
     "compare.stored": {"config"},
     "compare.policy": {"config", "settling", "compare.stored"},
     "compare": {"config", *(f"compare.{name}" for name in ("stored", "opinions", "policy", "tables"))},
@@ -100,6 +116,7 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
 # An engine knows tensors and requests, never an algorithm, a task or the loop.
 ENGINES_MAY_IMPORT = {
     "adapters",
+    "demands",
     "folding",
     "drawing",
     "engines",

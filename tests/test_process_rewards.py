@@ -22,8 +22,8 @@ from tokenizers import pre_tokenizers
 from toys import metrics, sampled, terminal, toy_config, toy_folder, toy_rows
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, PreTrainedTokenizerFast
 
+from groupwise.cautions import cautions
 from groupwise.chat import Chat
-from groupwise.checks import cautions
 from groupwise.errors import ModelError, RewardError
 from groupwise.presets import PRESETS
 from groupwise.records import Rollout

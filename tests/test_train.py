@@ -32,9 +32,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from groupwise.algorithms import zero_variance
 from groupwise.build import Parts, build, fresh_folder, load_sampler
+from groupwise.cautions import cautions
 from groupwise.chat import Chat
 from groupwise.checkpoint import complete
-from groupwise.checks import cautions
 from groupwise.config import Config, Engine
 from groupwise.engines import Request, Sampling
 from groupwise.engines.fake import RecordingLearner, ScriptedSampler

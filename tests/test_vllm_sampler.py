@@ -25,7 +25,7 @@ from toys import metrics, sampled, toy_config, toy_folder, toy_rows
 from vllm_stub import Told, interpreter, serve
 
 from groupwise.build import load_sampler
-from groupwise.checks import cautions
+from groupwise.cautions import cautions
 from groupwise.config import Config, Engine
 from groupwise.engines import Completion, Request, Sampler, Sampling, Serving
 from groupwise.engines.local import load_policy

@@ -13,13 +13,14 @@ import torch
 import yaml
 
 from groupwise.algorithms import Algorithm
-from groupwise.config import reference
+from groupwise.config import Config
 from groupwise.explain import LEGEND, equations
 from groupwise.losses import LossInputs, Reinforce
 from groupwise.penalties import (
     KL,
 )
 from groupwise.presets import ABOUT, PRESETS
+from groupwise.schema import reference
 from groupwise.slots import Slot
 
 ROOT = Path(__file__).parents[1]
@@ -260,7 +261,7 @@ Where a setting chooses from a family (`algorithm.surrogate`, a reward, ...), a 
 
 def configuration_page() -> str:
     groups: dict[str, list[tuple[str, str, str]]] = {"": []}
-    for path, default, text in reference():
+    for path, default, text in reference(Config):
         head, dot, rest = path.partition(".")
         group = f"{head}.{rest.partition('.')[0].partition('[')[0]}" if head == "algorithm" and dot else head
         groups.setdefault(group, []).append((path, default, text))

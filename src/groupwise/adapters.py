@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from groupwise.demands import Demands, Remarks
 from groupwise.errors import ModelError
 from groupwise.slots import Slot
 
@@ -34,6 +35,14 @@ class Lora(Slot):
     """The adapter's product is multiplied by alpha / rank."""
     target_modules: str | Annotated[tuple[str, ...], Strict(False)] = "all-linear"
     """The linear layers that are adapted: `all-linear` (but the head), names of layers, or a regular expression."""
+
+    def refusals(self, demands: Demands) -> Remarks:
+        """A reference that moves; see `Refuses.refusals`."""
+        yield (
+            demands.refresh_every > 0,
+            f"algorithm.kl.refresh_every: {demands.refresh_every}; with lora the reference is the base model, which "
+            "cannot move: use refresh_every: 0, or lora: null",
+        )
 
 
 def attach(model: PreTrainedModel, lora: Lora, seed: int) -> None:

@@ -1,7 +1,7 @@
 """Everything about a run that can be known before the first token is sampled, looked at before any weight is read.
 
 Each check stands for itself: what it objects to goes into `Findings`, and a check whose subject could not be read is
-left out.  What runs, but is rarely meant, is a caution.
+left out.  What runs, but is rarely meant, is a caution; those of the settings alone are in `cautions.py`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from groupwise import algorithms
 from groupwise.chat import Chat
-from groupwise.config import Config, Evaluation
-from groupwise.engines.vllm import Vllm
+from groupwise.config import Config
 from groupwise.errors import CheckpointError, ConfigError, Findings
-from groupwise.losses import Reinforce
 from groupwise.model import check_tokenizer, context_length, sketch, stop_token_ids
 from groupwise.model_files import check_weights, load_tokenizer
 from groupwise.resources import (
@@ -35,16 +32,10 @@ from groupwise.resources import (
     parameter_count,
 )
 from groupwise.rewards import Reward
-from groupwise.shaping import SoftOverlong
-from groupwise.slots import Slot
 from groupwise.tasks import Task
 
 FAR_TOO_LARGE = 2
 """Completions may be shorter than they could be: only a run that needs this many times the free memory is refused."""
-LOWEST_TEMPERATURE = 0.1
-"""Below this a model rarely says two different things."""
-STARTS_A_SERVER = {"python", "dtype", "max_sequences", "arguments", "environment"}
-"""Settings of vLLM that its command line is made of."""
 BYTES_PER_TOKEN = 12
 """Of a rollout on disk: the token, its log-prob, its mask and its text."""
 
@@ -196,117 +187,3 @@ def data_cautions(config: Config, task: Task, held_out: Task | None) -> Iterator
             yield f"{path}: {repeated} of {len(asked)} prompts are there more than once, and count as often"
         if data is not None and data.split != "train" and Path(data.path).is_file():
             yield f"{path}.split: {data.split} has no effect: {data.path} is a file, which has no splits"
-
-
-def cautions(config: Config) -> list[str]:
-    """What will run, but is rarely meant or has no effect."""
-    found = (
-        *algorithms.cautions(config.algorithm),
-        *_without_effect(config),
-        *_evaluation_without_effect(config.evaluation),
-    )
-    return [text for applies, text in found if applies]
-
-
-def _without_effect(config: Config) -> Iterator[tuple[bool, str]]:
-    # What a run wrote down has every setting, so that one was set does not yet mean that it was meant.
-    meant = _changed(config)
-    algorithm, updates = config.algorithm, config.steps * config.updates_per_step
-    yield (
-        algorithm.filter != "dynamic_sampling" and "sampling_rounds" in meant,
-        "sampling_rounds has no effect without algorithm.filter: dynamic_sampling",
-    )
-    yield (
-        algorithm.critic is None and "critic_optimizer" in meant,
-        "critic_optimizer has no effect without algorithm.critic",
-    )
-    yield (
-        algorithm.supervision == "process"
-        and not any(getattr(reward.use, "gives_steps", False) for reward in config.rewards),
-        "algorithm.supervision: process learns from the rewards of steps, and none of these rewards is known to give "
-        "them: add a process_reward_model, or return StepRewards from a function that says gives_steps",
-    )
-    kl = algorithm.kl
-    yield (
-        kl is not None and kl.to == "old" and config.updates_per_step == 1,
-        "algorithm.kl.to: old is the current policy when updates_per_step is 1: the KL has no effect",
-    )
-    yield (
-        kl is not None and kl.coef == 0,
-        "algorithm.kl has no effect with coef: 0, and is not measured; set kl: none, or a coef above 0",
-    )
-    yield (
-        config.ahead > 0 and isinstance(algorithm.surrogate, Reinforce) and not algorithm.weighs_age,
-        f"ahead: {config.ahead}; what an older policy sampled is trained on as if the current one had: this surrogate "
-        "has neither a ratio nor a correction beside it; set algorithm.correction: importance",
-    )
-    yield (
-        config.ahead > 0 and algorithm.filter == "dynamic_sampling",
-        f"ahead: {config.ahead}; what dynamic sampling draws beyond a step is thrown away: it would be too old for "
-        "the next one",
-    )
-    shaping = algorithm.shaping
-    yield (
-        isinstance(shaping, SoftOverlong)
-        and shaping.limit is not None
-        and config.sampling.max_tokens <= shaping.limit * (1 - shaping.cache_fraction),
-        f"algorithm.shaping has no effect: completions end at sampling.max_tokens: {config.sampling.max_tokens}, "
-        "before the penalty begins; lower shaping.limit, or leave it out",
-    )
-    yield (
-        config.sampling.temperature < LOWEST_TEMPERATURE,
-        f"sampling.temperature: {config.sampling.temperature} makes the completions of a group nearly all the same, "
-        "and such a group teaches nothing",
-    )
-    yield (
-        config.engine.dtype == "bfloat16",
-        "engine.dtype: bfloat16 holds the weights themselves in bfloat16: small optimizer steps round away "
-        "(1e-6 nearly always); use float32 unless memory forbids",
-    )
-    yield (
-        config.curriculum is not None and config.group_size == 1,
-        "curriculum takes every prompt for always or never solved when group_size is 1",
-    )
-    server = config.engine.sampler
-    for name in sorted(STARTS_A_SERVER & _changed(server)) if isinstance(server, Vllm) and server.url else ():
-        yield True, f"engine.sampler.{name} has no effect with url: whoever starts that server decides"
-    for path, slot in (("evaluation.every", config.evaluation), ("checkpoint.every", config.checkpoint)):
-        yield (
-            slot.every > config.steps and "every" in _changed(slot),
-            f"{path}: {slot.every} is never reached in steps: {config.steps}; only the end counts",
-        )
-    common = math.lcm(config.evaluation.every, config.checkpoint.every)  # 0 where one of them is
-    for name in sorted({"keep_last", "keep_every", "keep_best"} & _changed(config.checkpoint)):
-        yield (
-            config.checkpoint.every == 0,
-            f"checkpoint.{name} has no effect with checkpoint.every: 0: there is one checkpoint, at the end",
-        )
-    yield (
-        config.checkpoint.keep_best > 0 and not 0 < common < config.steps,
-        "checkpoint.keep_best has no effect: no checkpoint has a score, for none before the last is saved at a step "
-        f"that is evaluated; set evaluation.every (now {config.evaluation.every}) to checkpoint.every, or to a part "
-        "of it",
-    )
-    yield (
-        config.optimizer.warmup_updates > updates,
-        f"optimizer.warmup_updates: {config.optimizer.warmup_updates} is more than the run's {updates} updates: "
-        "the learning rate never reaches its peak",
-    )
-
-
-def _evaluation_without_effect(evaluation: Evaluation) -> Iterator[tuple[bool, str]]:
-    yield (
-        evaluation.samples > 1 and evaluation.temperature == 0,
-        "evaluation.samples has no effect at evaluation.temperature: 0: all answers are the same",
-    )
-    yield (
-        evaluation.temperature == 0 and bool({"top_p", "top_k"} & _changed(evaluation)),
-        "evaluation.top_p and evaluation.top_k have no effect at evaluation.temperature: 0",
-    )
-    for name in sorted(_changed(evaluation) - {"data"}) if evaluation.data is None and not evaluation.fraction else ():
-        yield True, f"evaluation.{name} has no effect without evaluation.data or evaluation.fraction"
-
-
-def _changed(slot: Slot) -> set[str]:
-    """The settings of a slot that differ from their defaults."""
-    return {name for name, field in type(slot).model_fields.items() if getattr(slot, name) != field.default}

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from groupwise.checkpoint import check_run, model_of
 from groupwise.compare.cli import app as compare_app
-from groupwise.config import Config, Engine, Tree, algorithm_of, apply, read_yaml, reference
+from groupwise.config import Config, Engine, algorithm_of
 from groupwise.diagnosis.cli import app as doctor_app
 from groupwise.errors import ConfigError, EngineError, GroupwiseError
 from groupwise.eval_cli import app as eval_app
@@ -28,6 +28,8 @@ from groupwise.interrupt import seconds
 from groupwise.launch import launch
 from groupwise.presets import PRESETS
 from groupwise.report.cli import app as report_app
+from groupwise.schema import reference
+from groupwise.trees import Tree, apply, read_yaml
 
 HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
@@ -259,7 +261,7 @@ def config(
         tree = read_config(settings, model=model, data=data, algorithm=algorithm, rewards=reward)
         print(tree.resolve().to_yaml(), end="")
         return
-    for path, default, text in reference():
+    for path, default, text in reference(Config):
         print(f"{path}{f' (default: {default})' if default else ''}\n    {text}")
 
 

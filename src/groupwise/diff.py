@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from groupwise.checkpoint import check_run
-from groupwise.config import read_yaml
 from groupwise.errors import CheckpointError
+from groupwise.trees import read_yaml
 
 TIMINGS = ("seconds", "tokens_per_second", "memory/", "idle/", "queue")
 FIRST_COLUMNS = ("tokens", "reward")

@@ -16,12 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from groupwise.checkpoint import model_of
-from groupwise.config import Config, Tree, apply
+from groupwise.config import Config
 from groupwise.errors import ConfigError, DataError, did_you_mean
 from groupwise.evaluate import Scores, evaluate
 from groupwise.slots import replace
 from groupwise.statistics import MOST_SAMPLES, Difference, Estimate, Floats, differences, estimate
 from groupwise.tasks import Row, Task
+from groupwise.trees import Tree, apply
 
 app = typer.Typer()
 ENGINE = tuple(f"engine.{name}" for name in ("device", "dtype", "threads", "sample_tokens"))

@@ -19,10 +19,11 @@ from rich.table import Table
 
 from groupwise.arithmetic import build_base_model, problems
 from groupwise.build import fresh_folder
-from groupwise.config import Config, apply
+from groupwise.config import Config
 from groupwise.errors import ConfigError
 from groupwise.evaluate import Scores
 from groupwise.train import Run, train
+from groupwise.trees import apply
 
 TRAIN_PROMPTS = 2000
 HELD_OUT_PROMPTS = 256

@@ -60,6 +60,11 @@ def replace(value: S, **changes: Any) -> S:
     return type(value)(**{**given, **changes})
 
 
+def changed(value: Slot) -> set[str]:
+    """The settings that differ from their defaults."""
+    return {name for name, field in type(value).model_fields.items() if getattr(value, name) != field.default}
+
+
 class OneOf:
     """Pydantic metadata: the field holds one of these slots, or any callable of the annotated signature.
 

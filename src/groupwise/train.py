@@ -16,8 +16,8 @@ from torch import Tensor
 from groupwise import checkpoint
 from groupwise.algorithms import Algorithm
 from groupwise.build import RUNS, Parts, build, engine_of, fresh_folder
+from groupwise.cautions import cautions
 from groupwise.checkpoint import Checkpoints
-from groupwise.checks import cautions
 from groupwise.config import Config
 from groupwise.engines import Learner
 from groupwise.environment import write_environment

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from groupwise.config import read_yaml
 from groupwise.errors import CheckpointError
+from groupwise.trees import read_yaml
 
 NEWEST = 3
 """Steps at the end of a run whose completions are read, beside those of the first."""

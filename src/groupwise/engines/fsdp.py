@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 from groupwise.adapters import adapted, merged, switched_off
+from groupwise.demands import Demands, Remarks
 from groupwise.engines import Completion, LossFn, Optimizer, Request, Sampler, Sampling, Snapshot
 from groupwise.engines.local import LocalEngine, local_engine
 from groupwise.engines.ranks import Ranks, everywhere, everywhere_in_background, join, started
@@ -45,6 +46,14 @@ class Fsdp(Slot):
     it is torchrun that decides."""
     timeout_seconds: float = Field(default=600.0, gt=0)
     """A rank that leaves the others waiting for longer is given up, and the run ends."""
+
+    def refusals(self, demands: Demands) -> Remarks:
+        """A critic; see `Refuses.refusals`."""
+        yield (
+            demands.critic,
+            "algorithm.critic: with engine.learner: fsdp there is none yet; use engine.learner: local, or an algorithm "
+            "without a critic, such as grpo",
+        )
 
     def to_start(self) -> int:
         """How many processes a command has to start: 1 where somebody has started them."""
@@ -74,7 +83,7 @@ class Fsdp(Slot):
             ModelError: the model or its tokenizer cannot be loaded or served.
         """
         assert ranks is not None, "join comes first"
-        assert settings.get("critic") is None, "config refuses it: a critic is not split yet"
+        assert settings.get("critic") is None, "refused: a critic is not split yet"
         engine = local_engine(model, make=partial(FsdpLearner, ranks), **settings)
         return engine._replace(sampler=SplitSampler(ranks, engine.sampler))
 

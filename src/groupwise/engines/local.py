@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.adapters import Lora, attach, save_adapter
+from groupwise.demands import Demands, Remarks
 from groupwise.engines import Critic, Learner, Optimizer, Processes, Sampler
 from groupwise.engines.critic import LocalCritic
 from groupwise.engines.local_learner import LocalLearner
@@ -89,6 +90,17 @@ class Here(Slot):
     """Everything in this process, around one model."""
 
     type: Literal["local"] = "local"
+
+    def refusals(self, demands: Demands) -> Remarks:
+        """Sampling ahead: there is one model; see `Refuses.refusals`."""
+        yield (
+            demands.ahead > 0,
+            f"ahead: {demands.ahead}; works with engine.placement: ray alone, yet: leave out engine.sampler and "
+            "engine.learner and set that, or ahead: 0"
+            if demands.parts
+            else f"ahead: {demands.ahead}; with engine.placement: local sampler and learner share one model, which "
+            "cannot be sampled from while it is trained: set engine.placement: ray, or ahead: 0",
+        )
 
     def __call__(self, recipe: Recipe) -> LocalEngine:
         return recipe.engine()

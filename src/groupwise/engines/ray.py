@@ -29,6 +29,7 @@ from typing import Any, Literal
 from pydantic import Field
 from torch import Tensor
 
+from groupwise.demands import Demands, Remarks
 from groupwise.engines import Completion, LossFn, Request, Sampling, Snapshot, ValueLossFn
 from groupwise.engines.actors import LearnerActor, SamplerActor
 from groupwise.engines.local import LocalEngine, Recipe
@@ -64,6 +65,14 @@ class Ray(Slot):
     """After so long without a sign of life the run says who waits for whom; starting an actor may take no longer."""
     learner_restarts: int = Field(default=3, ge=0)
     """How often a run starts its learner anew and continues from the last checkpoint, before it gives up."""
+
+    def refusals(self, demands: Demands) -> Remarks:
+        """One GPU for all; see `Refuses.refusals`."""
+        yield (
+            demands.device.startswith("cuda:"),
+            f"engine.device: {demands.device}; with engine.placement: ray each actor gets its own; use auto, cuda or "
+            "cpu",
+        )
 
     def __call__(self, recipe: Recipe) -> LocalEngine:
         """Start the actors; they have loaded the model when this returns.

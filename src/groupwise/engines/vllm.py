@@ -10,17 +10,20 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 
+from groupwise.demands import Demands, Remarks
 from groupwise.engines import Serving
 from groupwise.engines.vllm_sampler import VllmSampler
 from groupwise.engines.vllm_server import SIDE, WORKER, Client, Found, Started
 from groupwise.errors import ConfigError
 from groupwise.model import context_length, sketch
-from groupwise.slots import Slot
+from groupwise.slots import Slot, changed
 
 PYTHON = ".venv-vllm/bin/python"
 PYTHON_VARIABLE = "GROUPWISE_VLLM_PYTHON"
 FINDS_VLLM = "from importlib.util import find_spec; raise SystemExit(find_spec('vllm') is None)"
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"  # the console script of the CPU wheel looks for another name
+STARTS_A_SERVER = {"python", "dtype", "max_sequences", "arguments", "environment"}
+"""Settings that its command line is made of."""
 BATCHED_TOKENS = 16384
 CPU_BLOCK = 32
 """Tokens of a block of keys and values on a CPU, the fewest: only whole blocks of a prompt are shared."""
@@ -71,6 +74,28 @@ class Vllm(Slot):
             folder=self.folder,
             tolerance=self.tolerance,
         )
+
+    def refusals(self, demands: Demands) -> Remarks:
+        """Requests that are too large, and entropies; see `Refuses.refusals`."""
+        yield (
+            self.url is None and self.max_sequences < demands.largest_request,
+            f"engine.sampler.max_sequences: {self.max_sequences}; a group is one request: set it to at least "
+            f"{demands.largest_request}, the larger of group_size and evaluation.samples",
+        )
+        for path in demands.entropies:
+            yield (
+                True,
+                f"{path}: needs the entropies of what was sampled, which engine.sampler: vllm does not report; leave "
+                "it out, or sample in this process with engine.sampler: none",
+            )
+
+    def cautions(self, demands: Demands) -> Remarks:
+        """Of a server that others have started; see `Cautions.cautions`."""
+        for name in sorted(STARTS_A_SERVER & changed(self)):
+            yield (
+                self.url is not None,
+                f"engine.sampler.{name} has no effect with url: whoever starts that server decides",
+            )
 
     def check(self) -> None:
         """Look for what a server is started with.

@@ -15,8 +15,8 @@ import yaml
 from pydantic import ValidationError
 
 from groupwise.algorithms import Algorithm
-from groupwise.config import Tree
 from groupwise.errors import ConfigError, did_you_mean
+from groupwise.trees import Tree
 
 Reasons = Sequence[tuple[str, str]]
 """(patterns of keys, separated by spaces; why they have no counterpart); the first that matches speaks."""

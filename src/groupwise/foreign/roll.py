@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from groupwise.config import Tree, read_yaml
 from groupwise.errors import ConfigError
 from groupwise.foreign import BF16, ONE_PASS, SHARES_ROWS, Imported, Reader, Reasons, put
 from groupwise.foreign.roll_algorithm import roll_algorithm
+from groupwise.trees import Tree, read_yaml
 
 NOT_A_FIELD = "no field of its config has this name, and it drops unknown names in silence"
 NO_READER = "declared in its config, but nothing reads it"

@@ -14,7 +14,6 @@ from groupwise.advantages import (
     ReturnToGo,
     Whiten,
 )
-from groupwise.config import Tree
 from groupwise.errors import ConfigError
 from groupwise.foreign import Reader
 from groupwise.losses import (
@@ -28,6 +27,7 @@ from groupwise.penalties import (
     EntropyBonus,
     ValueLoss,
 )
+from groupwise.trees import Tree
 from groupwise.weights import Importance, SequenceMean, SequenceSum, SequenceSumNorm, TokenMean
 
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from groupwise.config import Tree, apply, read_yaml
 from groupwise.errors import ConfigError
 from groupwise.foreign import BF16, ONE_PASS, SHARES_ROWS, Imported, Reader, Reasons, put
 from groupwise.foreign.trl_algorithm import trl_algorithm
+from groupwise.trees import Tree, apply, read_yaml
 
 LOCAL = "one process does everything here; the engine settings say what it may use"
 REASONS: Reasons = (

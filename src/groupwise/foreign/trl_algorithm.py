@@ -11,7 +11,6 @@ from groupwise.advantages import (
     GroupStd,
     Whiten,
 )
-from groupwise.config import Tree
 from groupwise.errors import ConfigError
 from groupwise.foreign import Reader
 from groupwise.losses import (
@@ -24,6 +23,7 @@ from groupwise.penalties import (
     KL,
     EntropyBonus,
 )
+from groupwise.trees import Tree
 from groupwise.weights import (
     Importance,
     MicrobatchTokenMean,
