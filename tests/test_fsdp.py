@@ -113,6 +113,8 @@ def test_a_checkpoint_that_is_missing_damaged_or_of_another_model_is_refused(tmp
     learner({**ranked.RESUMED, "architecture": "gpt2"}, lambda alone: alone.snapshot()(other))
 
     def refused(alone: Any) -> None:
+        with pytest.raises(CheckpointError, match=r"nowhere: a rank on \S+ does not see that folder: .* output=DIR"):
+            alone.snapshot()(tmp_path / "nowhere")
         with pytest.raises(CheckpointError, match=r"not a complete checkpoint of engine\.learner: fsdp"):
             alone.restore(tmp_path / "nowhere")
         with pytest.raises(CheckpointError, match="not a checkpoint of this model, or damaged"):

@@ -6,6 +6,7 @@ Shapes: B rows; a parameter float[d, ...] is split along its first dimension.
 from __future__ import annotations
 
 import copy
+import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -182,13 +183,22 @@ def write_state(path: Path, state: State, group: Any) -> None:
     """Write the shards of all ranks of the group into one folder, with torch's distributed checkpoint.
 
     Raises:
-        CheckpointError: on every rank: one cannot write, or a weight is not finite.
+        CheckpointError: on every rank: one cannot write, or does not see the folder, or a weight is not finite.
     """
-    broken = [name for name, tensor in state["weights"].items() if not bool(tensor.to_local().isfinite().all())]
+    problems = [
+        f"the weight {name} is not finite, so it is not saved"
+        for name, tensor in state["weights"].items()
+        if not bool(tensor.to_local().isfinite().all())
+    ]
+    if not path.is_dir():  # torch would make one there, and each machine would have a part of the checkpoint
+        problems.append(
+            f"a rank on {socket.gethostname()} does not see that folder: choose one on a file system that all machines "
+            "share, with output=DIR"
+        )
     found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, broken, group=group)
-    if names := sorted({name for names in found for name in names}):
-        raise CheckpointError(f"{path}: the weight {names[0]} is not finite, so it is not saved")
+    dist.all_gather_object(found, problems, group=group)
+    if said := sorted({problem for of_rank in found for problem in of_rank}):
+        raise CheckpointError(f"{path}: {said[0]}")
     try:
         save(state, checkpoint_id=path, process_group=group)
     except CheckpointException as error:
