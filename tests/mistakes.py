@@ -165,11 +165,33 @@ SETTINGS: dict[str, Mistake] = {
         "ahead=2", "2", "sampler and learner share one model", "set engine.placement: ray, or ahead: 0"
     ),
     "engines that do not work together": Mistake(
-        [*training(), "engine.placement=ray", "engine.learner=fsdp"],
-        "engine.learner: fsdp",
+        [*training(), "engine.placement=ray", "engine.sampler=vllm"],
+        "engine.sampler: vllm",
         "engine.placement: ray",
         "do not work together yet",
         "use one of them",
+    ),
+    "actors that learn, and not how many": Mistake(
+        [*training(), "engine.placement=ray", "engine.learner=fsdp"],
+        "engine.learner.ranks",
+        "null",
+        "with engine.placement: ray they are actors, on any machine",
+        "say how many",
+    ),
+    "ranks that share a GPU": Mistake(
+        [*training(), "engine.placement={type: ray, gpus: 0.5}", "engine.learner={type: fsdp, ranks: 2}"],
+        "engine.placement.gpus",
+        "0.5",
+        "no two ranks may share a GPU",
+        "use 1",
+    ),
+    "a driver of actors that is started twice": Mistake(
+        [*training(), "engine.placement=ray"],
+        "engine.placement",
+        "started as 2 processes, each of which would train the same",
+        "start it once",
+        "engine.learner.ranks says how many actors learn",
+        machine={"groupwise.meeting.started": 2},
     ),
     "actors, and a device for all of them": Mistake(
         [*training(), "engine.placement=ray", "engine.device=cuda:1"],
@@ -182,8 +204,8 @@ SETTINGS: dict[str, Mistake] = {
         [*training(), "engine.learner=fsdp", "engine.device=cpu", "ahead=1"],
         "ahead",
         "1",
-        "works with engine.placement: ray alone, yet",
-        "leave out engine.sampler and engine.learner",
+        "sampler and learner share one model",
+        "set engine.placement: ray, or ahead: 0",
     ),
     "a placement that does not exist": setting(
         "engine.placement=slurm", "no such choice", "accepted: local, ray", "or code as file.py:function"
@@ -194,7 +216,7 @@ SETTINGS: dict[str, Mistake] = {
         "ray; needs Ray",
         'pip install "groupwise[ray]"',
         "or set engine.placement: local",
-        machine={"groupwise.engines.ray.find_spec": None},
+        machine={"groupwise.engines.cluster.find_spec": None},
     ),
     "a Ray cluster that does not answer": Mistake(
         [*training(), "engine.placement={type: ray, address: '127.0.0.1:1'}"],

@@ -51,9 +51,9 @@ class SlowSampler:
         return self._inner.sample(requests, sampling)
 
 
-def marking(make: Callable[[], LocalEngine]) -> LocalEngine:
+def marking(make: Callable[..., LocalEngine], **of_rank: Any) -> LocalEngine:
     """An engine whose learner says which update it is in, and takes a moment for it."""
-    engine, calls = make(), 0
+    engine, calls = make(**of_rank), 0
     update = engine.learner.update
 
     def slowly(*arguments: Any, **named: Any) -> dict[str, float]:

@@ -19,7 +19,7 @@ PLAN = ("kernels", "rehearsal", "machine", "calibrate", "sampling", "local", "ou
 DIAGNOSIS_RULES = ("of_rewards", "of_completions", "of_updates")
 FLOORS = (
     {"errors", "records", "seeding", "slots", "devices", "hub", "environment", "files", "interrupt", "launch", "ahead"}
-    | {"demands", "schema", "trees"},
+    | {"demands", "meeting", "schema", "trees"},
     {"advantages", "shaping", "weights", "losses", "penalties", "model", "model_files", "resources", "head"}
     | {"adapters", "folding", "lean", "decoding", "drawing", "attention", "packing", "guards", "pending"}
     | {"statistics"},
@@ -28,7 +28,7 @@ FLOORS = (
     {"rollout", "tasks", "columns", "data", "rewards", "checkpoint", "surplus"}
     | {f"engines.{name}" for name in ("local", "local_sampler", "local_learner", "critic", "steps", "fake")}
     | {f"engines.{name}" for name in ("fsdp", "ranks", "shards")}
-    | {f"engines.{name}" for name in ("ray", "pool", "actors")}
+    | {f"engines.{name}" for name in ("ray", "cluster", "pool", "actors")}
     | {f"engines.{name}" for name in ("vllm", "vllm_sampler", "vllm_server", "vllm_weights")}
     | {f"engines.vllm_side.{name}" for name in ("groupwise_worker", "groupwise_watch")},
     {
@@ -61,7 +61,8 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "devices": {"errors"},
     "files": {"errors"},
     "interrupt": {"errors"},
-    "launch": {"interrupt"},
+    "launch": {"interrupt", "meeting"},
+    "meeting": {"errors"},
     "shaping": {"advantages"},
     "penalties": {"losses"},
     "weights": {"losses"},
@@ -78,7 +79,7 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "engines.vllm_sampler": {"engines.vllm_server", "engines.vllm_weights"},
     "engines.vllm": {"engines.vllm_sampler", "engines.vllm_server"},
     "engines.actors": {"engines.local"},
-    "engines.ray": {"engines.actors", "engines.local", "engines.pool"},
+    "engines.ray": {"engines.actors", "engines.cluster", "engines.local", "engines.pool"},
     "packing": {"attention", "model"},
     "model": {"model_files"},
     "presets": {"algorithms"},
@@ -131,6 +132,7 @@ ENGINES_MAY_IMPORT = {
     "seeding",
     "errors",
     "interrupt",
+    "meeting",
 }
 
 # What `pip install groupwise` brings. pydantic_core, huggingface_hub, pyarrow and markupsafe come with pydantic,
@@ -141,7 +143,7 @@ CORE |= {"jinja2", "markupsafe", "math_verify", "latex2sympy2_extended", "sympy"
 CORE |= {"pyarrow"}
 # An extra is imported in one file only, and httpx2, which is in the core for servers, in two: judges, and vLLM, which
 # itself is never imported: it has an environment of its own. Whoever first uses one without a file names its file here.
-EXTRAS = {"ray": "engines.ray", "reasoning_gym": "rewards.gym"}
+EXTRAS = {"ray": "engines.cluster", "reasoning_gym": "rewards.gym"}
 TALKS_TO_SERVERS = {"rewards.endpoint", "engines.vllm_server"}
 EXTRAS |= dict.fromkeys(["jsonschema", "referencing"], "rewards.json_schema")
 EXTRAS |= {

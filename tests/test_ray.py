@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket
 import threading
@@ -19,10 +20,12 @@ import placements
 import pytest
 import ray_actors
 from rich.console import Console
+from safetensors.torch import load_file
 from toys import final_bytes, metrics, sampled, terminal, toy_config
 
-from groupwise.engines.ray import Actors, Ray, _connect, _ray, _started
-from groupwise.errors import ConfigError, EngineError
+from groupwise.engines.cluster import api, connect, started
+from groupwise.engines.ray import RemoteRanks
+from groupwise.errors import ConfigError, EngineError, LearnerLostError
 from groupwise.train import train
 
 pytestmark = [
@@ -37,13 +40,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A cluster for all runs of this file; the folder in which its actors say what they do."""
     marks = tmp_path_factory.mktemp("marks")
     os.environ[ray_actors.MARKS] = str(marks)
-    assert _connect(None, 4), "it is ours"
+    assert connect(None, 4), "it is ours"
     yield marks
-    _ray().shutdown()
+    api().shutdown()
 
 
 def config(toys: Path, output: Path, **changes: Any) -> Any:
-    return toy_config(toys, output=str(output), checkpoint={"every": 2}, steps=STEPS, **changes)
+    return toy_config(toys, **{"output": str(output), "checkpoint": {"every": 2}, "steps": STEPS, **changes})
 
 
 def kill(marks: Path, what: str, killed: list[int]) -> None:
@@ -128,13 +131,86 @@ def test_why_an_actor_cannot_be_started_is_said(cluster: Path) -> None:
         def where(self) -> None: ...
 
     with pytest.raises(EngineError, match=r"the learner cannot be started: .*FileNotFoundError: no such model"):
-        _started("the learner", _ray().remote(Refusing).remote(), 60)
+        started(["the learner"], [api().remote(Refusing).remote()], 60)
 
 
 def test_the_run_says_that_it_waits_for_its_learner(caplog: pytest.LogCaptureFixture) -> None:
-    actors, future = object.__new__(Actors), Future[str]()
-    actors._settings, actors._name = Ray(patience_seconds=0.05), "the learner (pid 7 on host)"
+    ranks, future = RemoteRanks(lambda rank, place: None, 1, patience=0.05), Future[str]()
+    ranks._names = ["the learner (pid 7 on host)"]
     threading.Timer(0.5, future.set_result, ["done"]).start()
     with caplog.at_level(logging.WARNING):
-        assert actors._wait(SimpleNamespace(future=lambda: future), "update") == "done"
+        assert ranks.wait(SimpleNamespace(future=lambda: future), "update") == "done"
     assert "the run waits since 0 s for the learner (pid 7 on host): update" in caplog.text
+
+
+# -------------------------------------------------------------------------------------------------- a learner of ranks
+
+UPDATES = 5
+DIES = """
+import os, pathlib, signal
+from groupwise.losses import Clip
+
+def clip(*arguments):
+    folder = pathlib.Path(__file__).parent
+    if os.environ.get("RANK") == "1":
+        (folder / f"update.{len(list(folder.glob('update.*'))) + 1}").touch()
+        if (folder / "update.4").exists() and not (folder / "update.5").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+    return Clip()(*arguments)
+"""
+"""A surrogate, of a file that the actors do not have, with which rank 1 of the learner dies in its fourth update."""
+
+
+class Ranked:
+    """A run whose learner is two actors, one of which was killed, and the same run in this process."""
+
+    def __init__(self, toys: Path, home: Path) -> None:
+        (home / "dies.py").write_text(DIES)
+        shape = {
+            "algorithm": {"surrogate": f"{home / 'dies.py'}:clip"},
+            "optimizer": {"learning_rate": 1e-3},
+            "steps": UPDATES,
+        }
+        engine = {"learner": {"type": "fsdp", "ranks": 2}, "placement": {"type": "ray", "samplers": 1}}
+        self.here = train(config(toys, home / "here", **shape), console=Console(quiet=True)).folder
+        console, self.screen = terminal()
+        there = config(toys, home / "there", **shape, engine=engine)
+        self.there = train(there, console=console).folder
+
+
+@pytest.fixture(scope="module")
+def ranked(toys: Path, cluster: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranked:
+    return Ranked(toys, tmp_path_factory.mktemp("ranked"))
+
+
+def test_a_learner_of_two_actors_one_of_which_was_killed_trains_as_one_in_this_process(ranked: Ranked) -> None:
+    for there, here in zip(metrics(ranked.there, timings=False), metrics(ranked.here, timings=False), strict=True):
+        assert there == pytest.approx(here, abs=1e-5)
+    ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (ranked.there, ranked.here))
+    assert ours.keys() == theirs.keys()
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-5
+    for step in range(1, UPDATES + 1):
+        assert [r["text"] for r in sampled(ranked.there, step)] == [r["text"] for r in sampled(ranked.here, step)]
+
+
+def test_the_rank_that_died_is_named_and_all_ranks_are_started_anew(ranked: Ranked) -> None:
+    said = ranked.screen.getvalue()
+    assert re.search(rf"rank 1 of the learner \(pid \d+ on {socket.gethostname()}\) died: it was killed", said), said
+    assert "the last step written down is 3; it is started anew, 1 of at most 3 times in this run" in said
+    assert f"continuing {ranked.there} after step 2" in said
+
+
+@pytest.mark.parametrize(
+    ("cause", "said"),
+    [
+        (EngineError("rank 1 on b (process 8): rank 0 has died"), "^rank 1 on b .process 8.: rank 0 has died$"),
+        (RuntimeError("no memory"), "^rank 1 of the learner .pid 8 on b. ended with RuntimeError: no memory$"),
+    ],
+)
+def test_what_ends_another_rank_than_the_first_is_said_at_once(cause: Exception, said: str) -> None:
+    ranks, asked, other = RemoteRanks(lambda rank, place: None, 2, patience=60), Future[str](), Future[None]()
+    ranks._names = ["rank 0 of the learner (pid 7 on a)", "rank 1 of the learner (pid 8 on b)"]
+    ranks._others = {other: ranks._names[1]}
+    other.set_exception(api().exceptions.RayTaskError("serve", "", cause).as_instanceof_cause())
+    with pytest.raises(LearnerLostError, match=said):
+        ranks.wait(SimpleNamespace(future=lambda: asked), "update")

@@ -157,6 +157,8 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
         sampler=partial(local_sampler, config.model, **_where(config)),
         threads=config.engine.threads or torch.get_num_threads(),
         gpu=ready.device.type == "cuda",
+        ranks=config.engine.split() or 1,
+        join=partial(config.engine.learner.join, ready.device.type),
     )
     engine = config.engine.placement(recipe)
     return Parts(
@@ -176,7 +178,7 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
     )
 
 
-def engine_of(config: Config, ranks: Ranks | None = None) -> Callable[[], LocalEngine]:
+def engine_of(config: Config, ranks: Ranks | None = None) -> Callable[..., LocalEngine]:
     """What makes the engine of a configuration that `prepare` has settled; that of this rank, where there are several.
 
     It can be sent to another process, and raises a `GroupwiseError` when the model cannot be loaded or served, or the
@@ -184,8 +186,8 @@ def engine_of(config: Config, ranks: Ranks | None = None) -> Callable[[], LocalE
     """
     return partial(
         config.engine.learner.engine,
-        ranks,
-        config.model,
+        model=config.model,
+        ranks=ranks,
         microbatch_tokens=config.engine.train_tokens,
         optimizer=config.optimizer,
         temperature=config.sampling.temperature,

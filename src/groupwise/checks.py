@@ -160,7 +160,7 @@ def check_memory(config: Config, known: Outline, device: torch.device) -> list[s
         reference="ref_logprobs" in config.algorithm.needs(config.updates_per_step),
         critic=config.algorithm.critic is not None,
         checkpointing=config.engine.gradient_checkpointing,
-        ranks=config.engine.learner.split(),
+        ranks=config.engine.split(),
     )
     if memory.needed <= available:
         return []

@@ -117,7 +117,7 @@ def train(
         config = Config.load(resume / "config.yaml")
     else:
         config = read_config(settings, model=model, data=data, algorithm=algorithm, rewards=reward)
-    if (ranks := config.engine.learner.to_start()) > 1:
+    if (ranks := config.engine.to_start()) > 1:
         raise typer.Exit(launch(["-m", "groupwise", *sys.argv[1:]], ranks))
     run = run_training(config, resume=resume, max_seconds=max_seconds, console=_console(quiet))
     result = {

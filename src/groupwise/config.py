@@ -8,6 +8,7 @@ the path, the value, what is accepted and the way out, all problems in one messa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -26,10 +27,12 @@ from groupwise.demands import Demands, Remarks, refusals
 from groupwise.engines import MakeSampler, Optimizer, Sampling
 from groupwise.engines.fsdp import Fsdp
 from groupwise.engines.local import Here, Local, LocalEngine, Recipe
+from groupwise.engines.ranks import Ranks
 from groupwise.engines.ray import Ray
 from groupwise.engines.vllm import Vllm
 from groupwise.errors import ConfigError, did_you_mean
 from groupwise.guards import Guards
+from groupwise.meeting import check_alone, started
 from groupwise.presets import PRESETS
 from groupwise.rewards import Rewards
 from groupwise.schema import explained
@@ -161,8 +164,18 @@ class Engine(Slot):
             not isinstance(learner, Slot),
             f"engine.learner: {code_path(learner)}; accepted: local, fsdp; use one of these",
         )
-        together = " and ".join(demands.parts)
-        yield len(demands.parts) > 1, f"{together}; they do not work together yet: use one of them"
+        together, ranked = " and ".join(demands.parts), isinstance(learner, Fsdp) and self.starts_ranks
+        strangers = len(demands.parts) > 1 and not (ranked and self.sampler is None)
+        yield strangers, f"{together}; they do not work together yet: use one of them"
+        yield (
+            ranked and learner.ranks is None,
+            "engine.learner.ranks: null; with engine.placement: ray they are actors, on any machine: say how many",
+        )
+        yield (
+            ranked and learner.ranks != 1 and cast(Ray, self.placement).gpus < 1,
+            f"engine.placement.gpus: {getattr(self.placement, 'gpus', '')}; with engine.learner: fsdp no two ranks may "
+            "share a GPU (NCCL refuses it): use 1",
+        )
 
     @property
     def other_parts(self) -> tuple[str, ...]:
@@ -179,6 +192,30 @@ class Engine(Slot):
     def shares_weights(self) -> bool:
         """Whether what samples has the very weights that are trained."""
         return isinstance(self.placement, Here)
+
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether it is the placement that starts the ranks of the learner, in other processes than this."""
+        return isinstance(self.placement, Ray)
+
+    def to_start(self) -> int:
+        """How many processes a command has to start."""
+        return 1 if self.starts_ranks else self.learner.to_start()
+
+    def split(self) -> int:
+        """Over how many processes the weights are split; 0: sampler and learner share them."""
+        return self.learner.split(0 if self.starts_ranks else started())
+
+    def join(self) -> AbstractContextManager[Ranks | None]:
+        """Meet the other ranks, where this process is one.
+
+        Raises:
+            ConfigError: nobody has started them, or somebody has started what works alone.
+        """
+        if not self.starts_ranks:
+            return self.learner.join(self.device)
+        check_alone("engine.placement: ray", "start it once; engine.learner.ranks says how many actors learn")
+        return nullcontext()
 
     @property
     def weights(self) -> torch.dtype:

@@ -11,11 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, cast
-
-from torch import distributed
 
 from groupwise.interrupt import SIGNALS
+from groupwise.meeting import Meeting
 
 GRACE_SECONDS = 10.0
 """What the other ranks have to end in when rank 0 has ended: they notice at once, and tell each other why."""
@@ -23,15 +21,14 @@ GRACE_SECONDS = 10.0
 
 def launch(arguments: Sequence[str], ranks: int) -> int:
     """Run `python ARGUMENTS` once for each rank, and wait for rank 0; its exit code, 1 where a signal ended it."""
-    store = cast(Any, distributed).TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
-    shared |= {"LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // ranks))
+    meeting = Meeting("127.0.0.1", ranks)
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // ranks))
+    shared = {"LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": threads}
     processes = [
         # In a session of its own, so that Ctrl-C reaches it once, through us.
         subprocess.Popen(
             [sys.executable, *arguments],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**os.environ, **shared, **meeting.place(rank, rank)},
             start_new_session=True,
         )
         for rank in range(ranks)

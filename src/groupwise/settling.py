@@ -117,7 +117,7 @@ def _tokens(config: Config, known: Outline, device: torch.device) -> tuple[int, 
         reference="ref_logprobs" in config.algorithm.needs(config.updates_per_step),
         critic=config.algorithm.critic is not None,
         checkpointing=config.engine.gradient_checkpointing,
-        ranks=config.engine.learner.split(),
+        ranks=config.engine.split(),
     )
     free = max(available - memory.fixed, 0)
     held = key_value_count(known.model) * config.engine.weights.itemsize

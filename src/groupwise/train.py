@@ -231,7 +231,7 @@ def train(
     config = config.resolve()
     if resume is not None:
         checkpoint.check_run(resume)  # before a model is loaded: is there anything to continue?
-    with config.engine.learner.join(config.engine.device) as ranks:
+    with config.engine.join() as ranks:
         if ranks is not None:
             ranks.follow(lambda settings: engine_of(Config.parse(yaml.safe_load(settings)), ranks)())
         with contextlib.closing(build(config, task, held_out, ranks)) as parts:

@@ -5,6 +5,7 @@ Plain classes, which `engines/ray.py` makes actors of.  What goes in and out is 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -41,16 +42,32 @@ class SamplerActor:
 
 
 class LearnerActor:
-    """Has a learner, and a critic where the algorithm needs one."""
+    """Has a learner, and a critic where the algorithm needs one; or one rank of them."""
 
-    def __init__(self, recipe: Recipe, threads: int) -> None:
+    def __init__(self, recipe: Recipe, threads: int, place: Mapping[str, str]) -> None:
+        """
+        Args:
+            place: what the environment says to this rank; see `Meeting.place`.
+        """
         torch.set_num_threads(threads)
-        self._engine = recipe.engine()
+        os.environ.update(place)
+        self._joined = contextlib.ExitStack()
+        self._ranks = self._joined.enter_context(recipe.join())
+        self._engine = recipe.engine(ranks=self._ranks)
         self._snapshots: dict[int, Snapshot] = {}
 
     def where(self) -> str:
         """What finds this process again."""
         return f"pid {os.getpid()} on {socket.gethostname()}"
+
+    def serve(self) -> None:
+        """Of any rank but the first: carry out what that one is asked for, until it is lost.
+
+        Raises:
+            EngineError: it is, or another.
+        """
+        assert self._ranks is not None, "it is one of several"
+        self._ranks.serve()
 
     def known(self) -> dict[str, Any]:
         """What the driver needs of the engine itself."""

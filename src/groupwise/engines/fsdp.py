@@ -10,6 +10,7 @@ Shapes: B rows, T tokens of the longest row, V vocabulary, D hidden size, N rank
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,11 +28,12 @@ from groupwise.adapters import adapted, merged, switched_off
 from groupwise.demands import Demands, Remarks
 from groupwise.engines import Completion, LossFn, Optimizer, Request, Sampler, Sampling, Snapshot
 from groupwise.engines.local import LocalEngine, local_engine
-from groupwise.engines.ranks import Ranks, everywhere, everywhere_in_background, join, started
+from groupwise.engines.ranks import Dumps, Ranks, everywhere, everywhere_in_background, join
 from groupwise.engines.shards import Sharded, State, copied, names_in, pair_cost, read_state, shares, write_state
 from groupwise.engines.steps import AVERAGES, Steps, distinct, whole
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.head import at_tokens, learn, products, score
+from groupwise.meeting import started
 from groupwise.packing import Forward
 from groupwise.records import Batch, Rollout, collate
 from groupwise.slots import Slot
@@ -43,7 +45,7 @@ class Fsdp(Slot):
     type: Literal["fsdp"] = "fsdp"
     ranks: int | None = Field(default=None, ge=1)
     """Processes that `groupwise train` starts on this machine; null starts one for each of its GPUs.  Under torchrun
-    it is torchrun that decides."""
+    it is torchrun that decides; with `engine.placement: ray` they are so many actors, on any machine."""
     timeout_seconds: float = Field(default=600.0, gt=0)
     """A rank that leaves the others waiting for longer is given up, and the run ends."""
 
@@ -57,13 +59,13 @@ class Fsdp(Slot):
 
     def to_start(self) -> int:
         """How many processes a command has to start: 1 where somebody has started them."""
-        return 1 if started() else self.ranks or torch.cuda.device_count() or 1
+        return 1 if started() else self.split(0)
 
-    def split(self) -> int:
-        """Over how many processes the weights are split."""
-        return started() or self.to_start()
+    def split(self, already: int) -> int:
+        """Over how many processes the weights are split, where somebody has started so many already."""
+        return already or self.ranks or torch.cuda.device_count() or 1
 
-    def join(self, device: str) -> contextlib.AbstractContextManager[Ranks]:
+    def join(self, device: str, dumps: Dumps = pickle.dumps) -> contextlib.AbstractContextManager[Ranks]:
         """Meet the other ranks; see `groupwise.engines.ranks.join`.
 
         Raises:
@@ -74,7 +76,7 @@ class Fsdp(Slot):
                 f"engine.learner.ranks: {self.ranks}; this program runs once: start it with `torchrun --nproc-per-node "
                 f"{self.ranks} PROGRAM.py`, or train with `groupwise train RUN.yaml`"
             )
-        return join(self.timeout_seconds, device)
+        return join(self.timeout_seconds, device, dumps)
 
     def engine(self, ranks: Ranks | None, model: str | Path, **settings: Any) -> LocalEngine:
         """The engine of this rank; the arguments are those of `local_engine`, on every rank the same.

@@ -18,8 +18,8 @@ from groupwise.engines import Critic, Learner, Optimizer, Processes, Sampler
 from groupwise.engines.critic import LocalCritic
 from groupwise.engines.local_learner import LocalLearner
 from groupwise.engines.local_sampler import LocalSampler
-from groupwise.engines.ranks import started
-from groupwise.errors import ConfigError
+from groupwise.engines.ranks import Ranks
+from groupwise.meeting import check_alone
 from groupwise.model import check_head, check_tokenizer, context_length, load_model, stop_token_ids
 from groupwise.model_files import load_tokenizer
 from groupwise.slots import Slot
@@ -34,21 +34,17 @@ class Local(Slot):
         """How many processes a command has to start."""
         return 1
 
-    def split(self) -> int:
+    def split(self, already: int) -> int:
         """Over how many processes the weights are split; 0: sampler and learner share them."""
         return 0
 
-    def join(self, device: str) -> contextlib.AbstractContextManager[None]:
+    def join(self, device: str, dumps: object = None) -> contextlib.AbstractContextManager[None]:
         """There is nobody to meet.
 
         Raises:
             ConfigError: there is, and all would train the same.
         """
-        if (size := started()) > 1:
-            raise ConfigError(
-                f"engine.learner: local; this program was started as {size} processes, each of which would train the "
-                "same: set engine.learner: fsdp, or start it once"
-            )
+        check_alone("engine.learner: local", "set engine.learner: fsdp, or start it once")
         return contextlib.nullcontext()
 
     def engine(self, ranks: object, model: str | Path, **settings: Any) -> LocalEngine:
@@ -76,14 +72,19 @@ class LocalEngine(NamedTuple):
 class Recipe:
     """How to make an engine: what is sent to another process in the place of one."""
 
-    engine: Callable[[], LocalEngine]
-    """Sampler and learner around one model."""
+    engine: Callable[..., LocalEngine]
+    """Sampler and learner around one model; where a rank of several is made in another process, with what `join` found
+    there as `ranks`."""
     sampler: Callable[[], Sampler]
     """A sampler around a model of its own."""
     threads: int
     """CPU threads of each."""
     gpu: bool
     """Whether each needs a GPU."""
+    ranks: int
+    """Over how many processes the learner is split."""
+    join: Callable[..., contextlib.AbstractContextManager[Ranks | None]]
+    """In a process made for the learner, or for a rank of it: meet the others, told with `dumps` (see `ranks.join`)."""
 
 
 class Here(Slot):
@@ -95,9 +96,9 @@ class Here(Slot):
         """Sampling ahead: there is one model; see `Refuses.refusals`."""
         yield (
             demands.ahead > 0,
-            f"ahead: {demands.ahead}; works with engine.placement: ray alone, yet: leave out engine.sampler and "
-            "engine.learner and set that, or ahead: 0"
-            if demands.parts
+            f"ahead: {demands.ahead}; works with engine.placement: ray alone, yet: leave out engine.sampler and set "
+            "that, or ahead: 0"
+            if any(part.startswith("engine.sampler") for part in demands.parts)
             else f"ahead: {demands.ahead}; with engine.placement: local sampler and learner share one model, which "
             "cannot be sampled from while it is trained: set engine.placement: ray, or ahead: 0",
         )

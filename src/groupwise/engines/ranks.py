@@ -14,6 +14,7 @@ import contextlib
 import functools
 import logging
 import os
+import pickle
 import signal
 import socket
 import threading
@@ -29,15 +30,14 @@ from torch import Tensor
 
 from groupwise.errors import ConfigError, EngineError, GroupwiseError
 from groupwise.interrupt import SIGNALS, uninterrupted
+from groupwise.meeting import STORES, open_store, own_device, place
 
 IDLE = timedelta(days=7)
 """How long a rank waits for the next call: rewards may take their time, and the end of rank 0 is noticed at once."""
 ROLL_CALL_SECONDS = 5.0
 """How long those who are left wait for each other's word when one is lost."""
 
-STORES = cast(Any, dist)
-"""Where torch has its stores, unknown to type checkers."""
-
+Dumps = Callable[[Any], bytes]
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -71,14 +71,16 @@ def _told(channel: str, method: Callable[P, T]) -> Callable[P, T]:
 class Ranks:
     """This process among those that train together."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, store: Any, timeout: timedelta) -> None:
-        self.rank, self.size, self.device, self._store = rank, size, device, store
+    def __init__(
+        self, rank: int, size: int, device: torch.device, store: Any, timeout: timedelta, dumps: Dumps
+    ) -> None:
+        self.rank, self.size, self.device, self._store, self.dumps = rank, size, device, store, dumps
         self.timeout = timeout
         """How long a rank may take to answer."""
         self.members: dict[str, Member] = {}
         """What the others carry out calls of, by the name of its class."""
-        self.steps_done = 0
-        """For messages: what the sampler was last told."""
+        self.steps_done: int | None = None
+        """For messages: what the sampler was last told, if these processes have one."""
         self.calls, self.background = Channel(self, "calls"), Channel(self, "background")
         self._store.set(f"name/{rank}", f"rank {rank} on {socket.gethostname()} (process {os.getpid()})")
 
@@ -171,7 +173,8 @@ class Ranks:
         if self.rank != min(set(range(self.size)) - lost):
             raise SystemExit(1) from error
         found = "; ".join(words or silent) or str(error)
-        return EngineError(f"{me}, in {what} after step {self.steps_done}: {found}")
+        after = "" if self.steps_done is None else f" after step {self.steps_done}"
+        return EngineError(f"{me}, in {what}{after}: {found}")
 
     def _name(self, rank: int) -> str:
         return self._store.get(f"name/{rank}").decode()
@@ -216,7 +219,7 @@ class Channel:
                 self.in_step = False
                 try:
                     self.send((member, method, args, named))
-                except (TypeError, AttributeError, ImportError) as error:  # what pickle says of a lambda
+                except (TypeError, AttributeError, ImportError, pickle.PicklingError) as error:  # say, of a lambda
                     self.in_step = True
                     raise ConfigError(
                         f"engine.learner: fsdp; {error}, so the other ranks cannot be told; name code of your own in "
@@ -249,7 +252,7 @@ class Channel:
     def send(self, told: Any) -> None:
         """To every other rank; None is the end."""
         if self._ranks.size > 1:
-            dist.broadcast_object_list([told], src=0, group=self.group)
+            dist.broadcast_object_list([self._ranks.dumps(told)], src=0, group=self.group)
 
     def receive(self) -> Any:
         """What rank 0 sends next.
@@ -260,7 +263,7 @@ class Channel:
         told: list[Any] = [None]
         with self._together("waiting for rank 0"):
             dist.broadcast_object_list(told, src=0, group=self.group)
-        return told[0]
+        return pickle.loads(told[0])
 
     @contextlib.contextmanager
     def _together(self, what: str) -> Generator[None]:
@@ -282,23 +285,24 @@ def is_loss(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def join(timeout_seconds: float, device: str) -> Generator[Ranks]:
+def join(timeout_seconds: float, device: str, dumps: Dumps = pickle.dumps) -> Generator[Ranks]:
     """Meet the others that torchrun, or whoever sets RANK and WORLD_SIZE, has started; alone without any.
 
     Args:
         timeout_seconds: how long a rank may take to answer.
         device: as in `engine.device`.
+        dumps: makes the bytes that rank 0 sends, from which `pickle` finds everything again.
 
     Raises:
         ConfigError: a device for each rank is not there.
     """
     timeout = timedelta(seconds=timeout_seconds)
-    rank, size, local = (int(os.environ.get(name, usual)) for name, usual in _PLACE.items())
-    place = _device(device, local)
-    store = _store(rank, size, timeout)
-    backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+    rank, size, number = place()
+    own = own_device(device, number)
+    store = open_store(rank, size, timeout)
+    backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    ranks = Ranks(rank, size, place, STORES.PrefixStore("ranks", store), timeout)
+    ranks = Ranks(rank, size, own, STORES.PrefixStore("ranks", store), timeout, dumps)
     try:
         yield ranks
     except Exception as error:
@@ -310,38 +314,3 @@ def join(timeout_seconds: float, device: str) -> Generator[Ranks]:
                 ranks.dismiss()
         if rank == 0:
             dist.destroy_process_group()
-
-
-_PLACE = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
-
-
-def started() -> int:
-    """As how many processes somebody has started this program; 0 when nobody says."""
-    return int(os.environ.get("WORLD_SIZE", 0))
-
-
-def _device(device: str, local: int) -> torch.device:
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if device not in ("auto", "cuda"):
-        raise ConfigError(
-            f"engine.device: {device}; with engine.learner: fsdp each rank takes its own; use auto, cuda or cpu"
-        )
-    if local >= torch.cuda.device_count():
-        raise ConfigError(
-            f"engine.learner: fsdp; rank {local} of this machine finds {torch.cuda.device_count()} GPUs: start at most "
-            "as many ranks, or set engine.device: cpu"
-        )
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
-
-
-def _store(rank: int, size: int, timeout: timedelta) -> Any:
-    if size == 1:
-        return STORES.HashStore()
-    # torchrun keeps its store when it restarts the ranks, and with it the addresses of those that have died.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = STORES.TCPStore(address, port, is_master=rank == 0 and not hosted, timeout=timeout)
-    return STORES.PrefixStore(f"attempt-{attempt}", store)

@@ -2,29 +2,28 @@
 
     driver: the loop, rewards, checkpoints, log
       |- learner actor     the policy that is trained, its reference, the critic; puts weights into the object store
+      |   `- rank 1 ...    with `engine.learner: fsdp`, shares of it; they follow the first (`engines/ranks.py`)
       `- sampler actors    a copy of the policy each; newer weights are taken over with the groups to sample
 
 Rewards stay with the driver: their worker processes have limits of time and memory there, and need no model.
-A sampler that dies is started anew, and others sample its groups (`engines/pool.py`).  When the learner dies, so does
-the state since the last checkpoint: its actor is started anew, and `train` continues from there.
+A sampler that dies is started anew, and others sample its groups (`engines/pool.py`).  When the learner dies, or any
+rank of it, so does the state since the last checkpoint: all its actors are started anew, and `train` continues from
+there.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import secrets
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import TimeoutError as NotYetError
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from pydantic import Field
 from torch import Tensor
@@ -32,22 +31,15 @@ from torch import Tensor
 from groupwise.demands import Demands, Remarks
 from groupwise.engines import Completion, LossFn, Request, Sampling, Snapshot, ValueLossFn
 from groupwise.engines.actors import LearnerActor, SamplerActor
+from groupwise.engines.cluster import Room, api, connect, own_address, speaking, started
 from groupwise.engines.local import LocalEngine, Recipe
 from groupwise.engines.pool import Pool, Published
-from groupwise.errors import ConfigError, EngineError, LearnerLostError
+from groupwise.errors import EngineError, LearnerLostError
+from groupwise.meeting import ALONE, Meeting
 from groupwise.records import Batch
 from groupwise.slots import Slot, loaded_files
 
 LOG = logging.getLogger(__name__)
-STORE_BYTES = 2 * 2**30
-"""Shared memory of a local cluster, for weights and batches; what does not fit is spilled to disk."""
-CONNECT_SECONDS = 10.0
-"""How long a cluster may take to answer."""
-QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # an actor without a GPU is not told that there is none
-    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",  # we say so ourselves, and not on standard output
-}
 
 
 class Ray(Slot):
@@ -94,8 +86,8 @@ class Weights:
         self.content = content
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        with _speaking("the object store"):
-            return iter(_ray().get(self.content).items())
+        with speaking("the object store"):
+            return iter(api().get(self.content).items())
 
 
 class RemoteSampler:
@@ -116,17 +108,17 @@ class RemoteSampler:
         Raises:
             EngineError: it died, or takes too long.
         """
-        self.name = f"{self._title} ({_started(self._title, self._actor, self._patience)})"
+        (self.name,) = started([self._title], [self._actor], self._patience)
 
     def sample(self, requests: Sequence[Request], sampling: Sampling, weights: Published) -> list[list[Completion]]:
         """See `Member.sample`."""
         ask = partial(self._actor.sample.remote, requests, sampling, weights.version, weights.number)
-        with _speaking(self.name):
-            return _ray().get(ask(weights.content))
+        with speaking(self.name):
+            return api().get(ask(weights.content))
 
     def close(self) -> None:
         """See `Member.close`."""
-        _ray().kill(self._actor)
+        api().kill(self._actor)
 
 
 class RemoteLearner:
@@ -168,28 +160,116 @@ class RemoteLearner:
         self._actors.ask("restore", self._part, path.resolve())
 
 
+class RemoteRanks:
+    """The actors of the learner, one for each rank: the first is asked, and has the others carry it out with it."""
+
+    def __init__(self, make: Callable[[int, Mapping[str, str]], Any], size: int, patience: float) -> None:
+        """
+        Args:
+            make: starts the actor of a rank, which has this in its environment.
+            size: how many ranks there are.
+            patience: seconds in which they have to load the model, and after which the run says that it waits.
+        """
+        self._make, self._size, self._patience = make, size, patience
+        self._actors: list[Any] = []
+        self._names: list[str] = []
+        self._others: dict[Future[None], str] = {}
+        """What the others do, which never ends unless one is lost, and their names."""
+
+    def start(self) -> None:
+        """Start them, without waiting for it."""
+        places = [ALONE]
+        if self._size > 1:
+            self._meeting = Meeting(own_address(), self._size)
+            places = [self._meeting.place(rank, 0) for rank in range(self._size)]  # Ray shows each its own GPU alone
+        self._actors = [self._make(rank, place) for rank, place in enumerate(places)]
+
+    def ready(self) -> None:
+        """Wait until they have loaded the model.
+
+        Raises:
+            EngineError: one died, or takes too long.
+        """
+        titles = [f"rank {rank} of the learner" for rank in range(self._size)] if self._size > 1 else ["the learner"]
+        self._names = started(titles, self._actors, self._patience)
+        others = zip(self._actors[1:], self._names[1:], strict=True)
+        self._others = {actor.serve.remote().future(): name for actor, name in others}
+
+    def ask(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """What a method of the first returns, or raises.
+
+        Raises:
+            LearnerLostError: one of them is lost.
+        """
+        doing = str(arguments[1]) if method == "call" else method
+        return self.wait(getattr(self._actors[0], method).remote(*arguments, **named), doing)
+
+    def weights(self) -> Any:
+        """Where the policy's weights are in the object store, as they are now."""
+        well, content = self._actors[0].weights.options(num_returns=2).remote()
+        self.wait(well, "weights")  # a sampler that fetched them from a learner that died would seem to be at fault
+        return content
+
+    def wait(self, reference: Any, doing: str) -> Any:
+        """The result, by way of a future of Python's: a signal would be lost inside of Ray."""
+        future, began = reference.future(), time.monotonic()
+        while True:
+            done, _ = wait([future, *self._others], self._patience, FIRST_COMPLETED)
+            if future in done:
+                with speaking(self._names[0], LearnerLostError):
+                    return future.result()
+            for other in done:
+                self._lost(other)
+            LOG.warning("the run waits since %.0f s for %s: %s", time.monotonic() - began, self._names[0], doing)
+
+    def close(self) -> None:
+        """End them."""
+        for actor in self._actors:
+            api().kill(actor)
+
+    def _lost(self, other: Future[None]) -> NoReturn:
+        name, problem = self._others[other], api().exceptions.RayTaskError
+        with speaking(name, LearnerLostError):
+            try:
+                other.result()
+            except problem as error:
+                if isinstance(error.cause, EngineError):
+                    raise
+                what = f"{type(error.cause).__name__}: {error.cause}"
+                raise LearnerLostError(f"{name} ended with {what}") from error
+        raise AssertionError(f"{name} has left, and nobody has dismissed it")
+
+
 class Actors:
     """The actors of a run.  See `groupwise.engines.Processes`."""
 
     def __init__(self, settings: Ray, recipe: Recipe) -> None:
-        ray, count, cores = _ray(), settings.samplers + 1, os.cpu_count() or 1
-        self._settings, self._recipe, self.restarts = settings, recipe, settings.learner_restarts
+        ray, count, cores = api(), recipe.ranks + settings.samplers, os.cpu_count() or 1
+        self._patience, self.restarts = settings.patience_seconds, settings.learner_restarts
         # Beside each other on one machine, they share its cores.
-        self._threads = recipe.threads if settings.address else max(1, min(recipe.threads, cores // count))
-        self._own = _connect(settings.address, max(cores, count * self._threads))
+        threads = recipe.threads if settings.address else max(1, min(recipe.threads, cores // count))
+        self._own = connect(settings.address, max(cores, count * threads))
         self._lock, self._busy, self._since = threading.Lock(), 0.0, time.monotonic()
         for name in loaded_files():  # what the user wrote is not installed where the actors are
             ray.cloudpickle.register_pickle_by_value(sys.modules[name])
-        self._group: Any = None
+        recipe = replace(recipe, join=partial(recipe.join, dumps=ray.cloudpickle.dumps))  # nor is it among the ranks
+        each = {"CPU": float(threads), **({"GPU": settings.gpus} if recipe.gpu else {})}
+        learner = "a learner" if recipe.ranks == 1 else f"{recipe.ranks} ranks of a learner"
+        wanted = f"engine.placement.samplers: {settings.samplers}; {learner} and so many samplers"
         self._pool: Pool | None = None
+        self._room: Room | None = None
         try:
-            self._group = self._room(count)
-            self._learner = self._actor(LearnerActor, 0)
-            self._samplers = [
-                RemoteSampler(i, partial(self._actor, SamplerActor, i), settings.patience_seconds)
-                for i in range(1, count)
-            ]
-            self._name = self._ready()
+            # A cluster of this machine alone does not grow.
+            self._room = room = Room(count, each, self._patience, grows=not self._own, wanted=wanted)
+
+            def rank(number: int, place: Mapping[str, str]) -> Any:
+                return room.actor(LearnerActor, number, recipe, threads, place)
+
+            self._learner = RemoteRanks(rank, recipe.ranks, self._patience)
+            self._learner.start()
+            makes = [partial(room.actor, SamplerActor, i, recipe, threads) for i in range(recipe.ranks, count)]
+            self._samplers = [RemoteSampler(i, make, self._patience) for i, make in enumerate(makes, 1)]
+            self._learner.ready()
             for sampler in self._samplers:
                 sampler.ready()
         except BaseException:
@@ -199,7 +279,7 @@ class Actors:
     def engine(self) -> LocalEngine:
         """What the loop works with."""
         known = self.ask("known")
-        self._pool = Pool(self._samplers, patience=self._settings.patience_seconds, publish=_published)
+        self._pool = Pool(self._samplers, patience=self._patience, publish=_published)
         return LocalEngine(
             self._pool,
             RemoteLearner(self, "learner"),
@@ -215,27 +295,24 @@ class Actors:
         """What a method of the learner's actor returns, or raises.
 
         Raises:
-            LearnerLostError: the actor is lost.
+            LearnerLostError: the actor is lost, or another rank.
         """
         began = time.monotonic()
         try:
-            doing = str(arguments[1]) if method == "call" else method
-            return self._wait(getattr(self._learner, method).remote(*arguments, **named), doing)
+            return self._learner.ask(method, *arguments, **named)
         finally:
             with self._lock:
                 self._busy += time.monotonic() - max(began, self._since)
 
     def publish(self) -> Weights:
         """The policy's weights as they are now."""
-        well, content = self._learner.weights.options(num_returns=2).remote()
-        self._wait(well, "weights")  # a sampler that fetched them from a learner that died would seem to be at fault
-        return Weights(content)
+        return Weights(self._learner.weights())
 
     def restart(self) -> None:
-        """See `Processes.restart`."""
-        _ray().kill(self._learner)
-        self._learner = self._actor(LearnerActor, 0)
-        self._name = self._ready()
+        """See `Processes.restart`; all ranks are started anew."""
+        self._learner.close()
+        self._learner.start()
+        self._learner.ready()
 
     def idle(self) -> dict[str, float]:
         """See `Processes.idle`."""
@@ -248,138 +325,19 @@ class Actors:
 
     def close(self) -> None:
         """See `Processes.close`."""
-        ray = _ray()
         if self._pool is not None:
             self._pool.close()
-        if self._group is not None:
-            ray.util.remove_placement_group(self._group)  # kills the actors in it
+        if self._room is not None:
+            self._room.close()
         if self._own:
-            ray.shutdown()
+            api().shutdown()
 
     def _save_adapter(self, folder: Path) -> None:
         self.ask("save_adapter", folder.resolve())
-
-    def _room(self, count: int) -> Any:
-        """A place for each actor, kept while the run lasts."""
-        ray, patience = _ray(), self._settings.patience_seconds
-        each = {"CPU": float(self._threads), **({"GPU": self._settings.gpus} if self._recipe.gpu else {})}
-        group = ray.util.placement_group([each] * count, strategy="PACK")
-        whole = ray.cluster_resources()
-        fits = all(whole.get(name, 0) >= amount * count for name, amount in each.items())
-        if group.wait(patience if fits or not self._own else 0):  # a cluster of this machine alone does not grow
-            return group
-        ray.util.remove_placement_group(group)
-        wanted = " and ".join(f"{amount:g} {name}" for name, amount in each.items())
-        there = ", ".join(f"{whole.get(name, 0):g} {name}" for name in each)
-        raise ConfigError(
-            f"engine.placement.samplers: {self._settings.samplers}; a learner and so many samplers of {wanted} each "
-            f"found no room within {patience:g} s; the cluster has {there} in all, and others may use it: lower "
-            "samplers, engine.threads or gpus, or add machines"
-        )
-
-    def _actor(self, kind: type, place: int) -> Any:
-        ray = _ray()
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        strategy = PlacementGroupSchedulingStrategy(self._group, place)
-        gpus = self._settings.gpus if self._recipe.gpu else 0
-        options = {"num_cpus": self._threads, "num_gpus": gpus, "scheduling_strategy": strategy}
-        return ray.remote(kind).options(**options).remote(self._recipe, self._threads)
-
-    def _ready(self) -> str:
-        return f"the learner ({_started('the learner', self._learner, self._settings.patience_seconds)})"
-
-    def _wait(self, reference: Any, doing: str) -> Any:
-        """The result, by way of a future of Python's: a signal would be lost inside of Ray."""
-        future, began = reference.future(), time.monotonic()
-        while True:
-            try:
-                with _speaking(self._name, LearnerLostError):
-                    return future.result(self._settings.patience_seconds)
-            except NotYetError:
-                LOG.warning("the run waits since %.0f s for %s: %s", time.monotonic() - began, self._name, doing)
-
-
-def _ray() -> Any:
-    """Ray, told to be quiet.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
-    if find_spec("ray") is None:
-        raise ConfigError(
-            'engine.placement: ray; needs Ray, which is not installed; install it with: pip install "groupwise[ray]", '
-            "or set engine.placement: local"
-        )
-    import ray
-
-    return ray
-
-
-def _connect(address: str | None, cpus: int) -> bool:
-    """Connect to a cluster, unless that was done; whether it is one of this run's own.
-
-    Raises:
-        ConfigError: there is none at this address.
-    """
-    ray = _ray()
-    if ray.is_initialized():
-        return False
-    quiet = {"log_to_driver": False, "logging_level": logging.CRITICAL}
-    if address is None:
-        if not any(name.startswith("RAY_AUTH") for name in os.environ):
-            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(16)  # else Ray leaves one in the home directory
-        ray.init("local", num_cpus=cpus, include_dashboard=False, object_store_memory=STORE_BYTES, **quiet)
-        return True
-    try:
-        if address != "auto":  # Ray would try for minutes, deaf to signals
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
-        ray.init(address, **quiet)
-    except (OSError, ValueError, ray.exceptions.RayError) as error:
-        raise ConfigError(
-            f"engine.placement.address: {address}; no cluster answers there ({str(error).splitlines()[0]}); accepted: "
-            "auto on a machine of one, HOST:PORT, or null to start one here; start one with `ray start --head`"
-        ) from error
-    return True
 
 
 def _published(weights: Any) -> Any:
     """Where samplers find weights that a learner hands over."""
     if isinstance(weights, Weights):
         return weights.content
-    return _ray().put({name: tensor.detach().cpu() for name, tensor in weights})
-
-
-def _started(title: str, actor: Any, patience: float) -> str:
-    """Where an actor is, once it has loaded the model.
-
-    Raises:
-        EngineError: it died, or takes too long.
-    """
-    exceptions = _ray().exceptions
-    try:
-        return _ray().get(actor.where.remote(), timeout=patience)
-    except exceptions.GetTimeoutError as error:
-        raise EngineError(
-            f"{title} has not loaded its model within engine.placement.patience_seconds: {patience:g}"
-        ) from error
-    except exceptions.RayActorError as error:
-        reason = [line for line in str(error).splitlines() if line.strip()][-1].strip()
-        raise EngineError(f"{title} cannot be started: {reason}") from error
-
-
-@contextlib.contextmanager
-def _speaking(who: str, lost: type[EngineError] = EngineError) -> Generator[None]:
-    """What our code raised over there is raised here as it was; what Ray says is that an actor is lost."""
-    exceptions = _ray().exceptions
-    try:
-        yield
-    except exceptions.RayTaskError as error:
-        raise error.cause from error
-    except exceptions.RayActorError as error:
-        raise lost(f"{who} died: it was killed, ran out of memory, or its machine was lost") from error
-    except exceptions.RayError as error:
-        raise lost(f"{who} is lost: {str(error).splitlines()[0]}") from error
+    return api().put({name: tensor.detach().cpu() for name, tensor in weights})

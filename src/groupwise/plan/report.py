@@ -134,7 +134,7 @@ def _here(here: Outlook, other: Outlook | None) -> Iterator[str | Table]:
         yield ROUGH
     yield f"micro-batch: {here.step.microbatch} tokens of engine.train_tokens: {config.engine.train_tokens}"
     engine = config.engine
-    if engine.learner.split() or engine.sampler is not None or not engine.shares_weights:
+    if engine.split() or engine.sampler is not None or not engine.shares_weights:
         yield "this is the run in one process; engine.learner, sampler and placement are not counted"
     if other is None:
         return
