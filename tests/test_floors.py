@@ -31,19 +31,8 @@ FLOORS = (
     | {f"engines.{name}" for name in ("ray", "cluster", "pool", "actors")}
     | {f"engines.{name}" for name in ("vllm", "vllm_sampler", "vllm_server", "vllm_weights")}
     | {f"engines.vllm_side.{name}" for name in ("groupwise_worker", "groupwise_watch")},
-    {
-        "train",
-        "experience",
-        "build",
-        "cautions",
-        "checks",
-        "settling",
-        "evaluate",
-        "log",
-        "config",
-        "curriculum",
-        "explain",
-    }
+    {"train", "experience", "build", "checks", "settling", "evaluate", "log", "config", "curriculum", "explain"}
+    | {"cautions", "footprint"}
     | {"report", "report.completions", "report.data", "report.watch"}
     | {"compare", *(f"compare.{name}" for name in ("stored", "opinions", "policy", "tables"))}
     | {"diagnosis", *(f"diagnosis.{name}" for name in ("evidence", "findings", *DIAGNOSIS_RULES))},
@@ -93,8 +82,9 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     **{f"diagnosis.{name}": {"diagnosis.evidence", "diagnosis.findings"} for name in DIAGNOSIS_RULES},
     "diagnosis": {"diagnosis.evidence", "diagnosis.findings", *(f"diagnosis.{name}" for name in DIAGNOSIS_RULES)},
     "cautions": {"config"},
-    "checks": {"config"},
-    "settling": {"config", "checks"},
+    "footprint": {"config"},
+    "checks": {"config", "footprint"},
+    "settling": {"config", "checks", "footprint"},
     "build": {"config", "checks", "settling", "curriculum", "evaluate", "log"},
     "experience": {"config", "build"},
     "train": {"config", "build", "cautions", "evaluate", "experience", "log"},

@@ -8,6 +8,7 @@ model, and with the adapter off it is the base model at any time.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -81,6 +82,17 @@ def attach(model: PreTrainedModel, lora: Lora, seed: int) -> None:
             "of layers inside the blocks such as [q_proj, v_proj]"
         )
     model.eval()
+
+
+def adapter_count(model: PreTrainedModel, lora: Lora) -> int:
+    """How many weights such an adapter has; the model, which may be on the meta device, stays as it is.
+
+    Raises:
+        ModelError: as `attach`.
+    """
+    tried = copy.deepcopy(model)
+    attach(tried, lora, 0)
+    return sum(tensor.numel() for _, tensor in trained(tried))
 
 
 def adapted(model: nn.Module) -> bool:

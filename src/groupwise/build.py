@@ -251,7 +251,7 @@ def prepare(
         GroupwiseError: every problem, in one message.
     """
     findings, device, unusual = Findings(), None, list[str]()
-    known = outline(config.model, findings)
+    known = outline(config.model, findings, config.lora if training else None)
     with findings:
         device = device_of(config.engine)
         config, chosen = settle(config, known, device)

@@ -16,9 +16,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from groupwise.adapters import Lora, adapter_count
 from groupwise.chat import Chat
 from groupwise.config import Config
 from groupwise.errors import CheckpointError, ConfigError, Findings
+from groupwise.footprint import footprint, samplers_beside
 from groupwise.model import check_tokenizer, context_length, sketch, stop_token_ids
 from groupwise.model_files import check_weights, load_tokenizer
 from groupwise.resources import (
@@ -28,7 +30,6 @@ from groupwise.resources import (
     existing,
     free_disk,
     in_words,
-    memory_of,
     parameter_count,
 )
 from groupwise.rewards import Reward
@@ -48,6 +49,8 @@ class Outline:
     """On the meta device; None when its config cannot be read."""
     chat: Chat | None = None
     """None when config or tokenizer cannot be read."""
+    adapter: int | None = None
+    """How many weights the adapter has that is trained in the model's place; None: there is none."""
 
     @property
     def context(self) -> int | None:
@@ -55,9 +58,9 @@ class Outline:
         return None if self.model is None else context_length(self.model)
 
 
-def outline(path: str, findings: Findings) -> Outline:
-    """The model at `path`, its files looked through."""
-    model, tokenizer, chat = None, None, None
+def outline(path: str, findings: Findings, lora: Lora | None = None) -> Outline:
+    """The model at `path`, its files looked through, and the adapter that it is to carry."""
+    model, tokenizer, chat, adapter = None, None, None, None
     with findings:
         model = sketch(path)
     if model is not None:  # what is no model needs neither weights nor a tokenizer
@@ -65,12 +68,14 @@ def outline(path: str, findings: Findings) -> Outline:
             check_weights(path)
         with findings:
             tokenizer = load_tokenizer(path)
+        with findings:
+            adapter = None if lora is None else adapter_count(model, lora)
     if model is not None and tokenizer is not None:
         with findings:
             check_tokenizer(model, tokenizer)
         with findings:
             chat = Chat(tokenizer, stop_token_ids(model, tokenizer))
-    return Outline(model, chat)
+    return Outline(model, chat, adapter)
 
 
 def check_it_learns(config: Config, rewards: Sequence[Reward]) -> None:
@@ -120,7 +125,8 @@ def check_disk(config: Config, known: Outline, folder: Path) -> list[str]:
         return []
     kept, dtype, kl = config.checkpoint, config.engine.weights, config.algorithm.kl
     moves = kl is not None and kl.refresh_every > 0
-    each = checkpoint_bytes(known.model, dtype, critic=config.algorithm.critic is not None, reference=moves)
+    critic = config.algorithm.critic is not None
+    each = checkpoint_bytes(known.model, dtype, critic=critic, reference=moves, adapter=known.adapter)
     best = kept.keep_best if config.evaluation.every else 0
     count = checkpoints_at_once(config.steps, kept.every, kept.keep_last, kept.keep_every, best)
     needed, free = count * each + parameter_count(known.model) * dtype.itemsize, free_disk(folder)
@@ -153,14 +159,12 @@ def check_memory(config: Config, known: Outline, device: torch.device) -> list[s
     if known.model is None or available is None:
         return []
     rollouts = math.ceil(config.prompts_per_step / config.updates_per_step) * config.group_size
-    memory = memory_of(
+    memory = footprint(
+        config,
         known.model,
-        config.engine.weights,
         tokens=min(config.engine.train_tokens, rollouts * config.sampling.max_tokens),
-        reference="ref_logprobs" in config.algorithm.needs(config.updates_per_step),
-        critic=config.algorithm.critic is not None,
-        checkpointing=config.engine.gradient_checkpointing,
-        ranks=config.engine.split(),
+        adapter=known.adapter,
+        samplers=samplers_beside(config, gpu=device.type == "cuda"),
     )
     if memory.needed <= available:
         return []

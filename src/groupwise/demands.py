@@ -53,6 +53,15 @@ class Cautions(Protocol):
         ...
 
 
+@runtime_checkable
+class Copies(Protocol):
+    """A part that holds weights of its own."""
+
+    def copies(self, *, gpu: bool) -> int:
+        """How many copies of the policy it holds in the memory that the learner has: of the GPU, or of the machine."""
+        ...
+
+
 def refusals(parts: Iterable[object], demands: Demands) -> Remarks:
     """Of all parts that refuse anything."""
     for part in parts:
@@ -65,3 +74,8 @@ def cautions(parts: Iterable[object], demands: Demands) -> Remarks:
     for part in parts:
         if isinstance(part, Cautions):
             yield from part.cautions(demands)
+
+
+def copies(parts: Iterable[object], *, gpu: bool) -> int:
+    """Of all parts that hold weights of their own; see `Copies.copies`."""
+    return sum(part.copies(gpu=gpu) for part in parts if isinstance(part, Copies))

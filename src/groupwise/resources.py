@@ -48,13 +48,17 @@ class Memory:
     """Bytes of gradients, activations and logits of an update at their highest, where that was rehearsed."""
     saves_meanwhile: bool = False
     """Whether a checkpoint may still be on its way to the disk while the run goes on."""
+    samplers: int = 0
+    """Processes beside the learner's that sample, each with weights of its own."""
+    cached: int = 0
+    """Bytes of the keys and values that each of those holds."""
     ranks: int = 0
     """Processes over which everything is split but a whole copy of the policy, which samples; 0: nothing is split."""
 
     @property
     def others(self) -> bool:
         """Whether other models than the policy are held."""
-        return self.reference or self.critic
+        return self.reference or self.critic or self.samplers > 0
 
     def _share(self, values: int) -> int:
         """Bytes of so many values that are split over the ranks."""
@@ -67,9 +71,11 @@ class Memory:
 
     @property
     def fixed(self) -> int:
-        """Weights, gradients and AdamW's two averages of policy and critic, and the reference's weights; of a rank."""
+        """Weights, gradients and AdamW's two averages of policy and critic, the reference's weights, and what samples
+        beside the learner; of a rank."""
         values = self.parameters * (1 + self.reference + 4 * self.critic) + self.adapted + 3 * self.learning
-        return self._share(values) + (self.parameters * self.width if self.ranks else 0)
+        whole = (self.parameters + self.adapted) * self.width if self.ranks else 0
+        return self._share(values) + whole + self.samplers * (self.parameters * self.width + self.cached)
 
     @property
     def resting(self) -> int:
@@ -111,6 +117,7 @@ class Memory:
             "engine.gradient_checkpointing: true": {"checkpointing": True},
             "algorithm.kl: none": {"reference": False},
             "an algorithm without a critic": {"critic": False},
+            "engine.placement.samplers: 1": {"samplers": min(self.samplers, 1)},
             "engine.dtype: bfloat16": {"width": min(self.width, torch.bfloat16.itemsize)},
         }
         alone = [name for name, change in ways.items() if dataclasses.replace(self, **change).needed <= available]
@@ -190,9 +197,13 @@ def _left_in_container() -> list[int]:
     return [int(limit.read_text()) - int(used.read_text()) + sum(caches)]
 
 
-def checkpoint_bytes(model: PreTrainedModel, dtype: torch.dtype, *, critic: bool, reference: bool) -> int:
-    """Size of one checkpoint: weights and AdamW's two averages of policy and critic; a reference that has moved."""
-    return parameter_count(model) * dtype.itemsize * (3 + 3 * critic + reference)
+def checkpoint_bytes(
+    model: PreTrainedModel, dtype: torch.dtype, *, critic: bool, reference: bool, adapter: int | None = None
+) -> int:
+    """Size of one checkpoint: weights and AdamW's two averages of what is trained, which is the policy or its adapter,
+    and of the critic; a reference that has moved."""
+    whole = parameter_count(model)
+    return dtype.itemsize * (3 * (whole if adapter is None else adapter) + whole * (3 * critic + reference))
 
 
 def checkpoints_at_once(steps: int, every: int, keep_last: int, keep_every: int = 0, keep_best: int = 0) -> int:

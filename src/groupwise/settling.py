@@ -16,7 +16,8 @@ from groupwise.algorithms import Algorithm
 from groupwise.checks import Outline
 from groupwise.config import Config, Engine
 from groupwise.engines.vllm import Vllm
-from groupwise.resources import available_memory, key_value_count, memory_of, parameter_count
+from groupwise.footprint import cached_bytes, footprint, samplers_beside
+from groupwise.resources import available_memory, parameter_count
 from groupwise.slots import replace
 from groupwise.weights import Importance
 
@@ -110,17 +111,10 @@ def _tokens(config: Config, known: Outline, device: torch.device) -> tuple[int, 
     available = available_memory(device)
     if known.model is None or available is None:
         return MOST_TRAIN_TOKENS, MOST_SAMPLE_TOKENS
-    memory = memory_of(
-        known.model,
-        config.engine.weights,
-        tokens=0,
-        reference="ref_logprobs" in config.algorithm.needs(config.updates_per_step),
-        critic=config.algorithm.critic is not None,
-        checkpointing=config.engine.gradient_checkpointing,
-        ranks=config.engine.split(),
-    )
+    samplers = samplers_beside(config, gpu=device.type == "cuda")
+    memory = footprint(config, known.model, tokens=0, adapter=known.adapter, samplers=samplers)
     free = max(available - memory.fixed, 0)
-    held = key_value_count(known.model) * config.engine.weights.itemsize
+    held = cached_bytes(config, known.model) * max(samplers, 1)
     return (
         _between(FREE_FOR_TRAINING * free / memory.each_token, MOST_TRAIN_TOKENS),
         _between(FREE_FOR_SAMPLING * free / held, MOST_SAMPLE_TOKENS),

@@ -66,6 +66,12 @@ class Ray(Slot):
             "cpu",
         )
 
+    def copies(self, *, gpu: bool) -> int:
+        """Those of the samplers: of all on one machine, of as many as fit beside the learner on its GPU; none that are
+        known of a cluster.  See `Copies.copies`."""
+        beside = int(1 / self.gpus) - 1 if gpu else self.samplers
+        return 0 if self.address else max(0, min(self.samplers, beside))
+
     def __call__(self, recipe: Recipe) -> LocalEngine:
         """Start the actors; they have loaded the model when this returns.
 

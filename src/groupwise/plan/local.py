@@ -14,10 +14,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from groupwise.config import Config
+from groupwise.footprint import footprint
 from groupwise.plan.kernels import MAPPED_BYTES, Heap, Kernel, Work
 from groupwise.plan.rehearsal import Rehearsed, Stage
 from groupwise.plan.sampling import Lengths, Phase, sampling_phases
-from groupwise.resources import Memory, memory_of, parameter_count
+from groupwise.resources import Memory
 
 WEIGHTS_AT_ONCE = 2**24
 """More are stepped in the same time each."""
@@ -92,15 +93,12 @@ def local_step(config: Config, sketched: PreTrainedModel, lengths: Lengths) -> L
         steps = optimizer(value.rehearsed.trained, engine.weights).times(config.updates_per_step)
         phases.append(Phase("critic optimizer", steps))
     working = max(most.rehearsed.peak, 0 if judge is None else judge[1].rehearsed.peak)
-    memory = memory_of(
+    memory = footprint(
+        config,
         sketched,
-        engine.weights,
         tokens=most.tokens,
-        reference="ref_logprobs" in needs and config.lora is None,
-        critic=critic,
-        checkpointing=engine.gradient_checkpointing,
-        trained=most.rehearsed.trained,
-        adapted=most.rehearsed.parameters - parameter_count(sketched),
+        adapter=None if config.lora is None else most.rehearsed.trained,
+        ranks=0,
         sampling=heap.most,
         working=working,
         saves_meanwhile=0 < config.checkpoint.every < config.steps,

@@ -87,7 +87,7 @@ def subject_of(config: Config, prompt_tokens: int | None = None, completion_toke
         GroupwiseError: the model or the data cannot be read, or a completion is to be longer than it may be.
     """
     findings, config = Findings(), config.resolve()
-    known, most = outline(config.model, findings), config.sampling.max_tokens
+    known, most = outline(config.model, findings, config.lora), config.sampling.max_tokens
     lengths = None
     with findings:
         if completion_tokens is not None and not 1 <= completion_tokens <= most:
