@@ -108,6 +108,7 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
 ENGINES_MAY_IMPORT = {
     "adapters",
     "demands",
+    "devices",
     "folding",
     "drawing",
     "engines",

@@ -207,7 +207,7 @@ def _where(config: Config) -> dict[str, Any]:
     return {
         "dtype": config.engine.weights,
         "device": device_of(config.engine),
-        "max_batch_tokens": config.engine.sample_tokens,
+        "max_batch_tokens": config.engine.sample_tokens or MOST_SAMPLE_TOKENS,
         "mixed": config.engine.dtype == "mixed",
     }
 

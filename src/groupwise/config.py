@@ -304,6 +304,7 @@ class Config(Slot):
         return Demands(
             parts=self.engine.other_parts,
             device=self.engine.device,
+            sample_tokens=self.engine.sample_tokens,
             largest_request=max(self.group_size, self.evaluation.samples),
             entropies=tuple(path for path, needed in entropies.items() if needed),
             critic=self.algorithm.critic is not None,

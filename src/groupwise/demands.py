@@ -23,6 +23,8 @@ class Demands:
     """The settings of `engine` that name another part than this process's own, such as `engine.learner: fsdp`."""
     device: str
     """`engine.device`, as it is set."""
+    sample_tokens: int
+    """`engine.sample_tokens`, as it is set; 0 where it is open."""
     largest_request: int
     """Most completions of one prompt, in training or evaluation."""
     entropies: tuple[str, ...]

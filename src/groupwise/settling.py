@@ -34,7 +34,7 @@ MIXED_FROM = 10_000_000
 
 
 def settle(config: Config, known: Outline, device: torch.device) -> tuple[Config, list[str]]:
-    """The configuration with nothing left open in `engine`, and what of that the user should know.
+    """The configuration with nothing left open in `engine` that has an effect, and what of that the user should know.
 
     Sets the number of CPU threads.  What cannot be known, because the model cannot be read, gets a cautious value.
     """
@@ -57,7 +57,8 @@ def settle(config: Config, known: Outline, device: torch.device) -> tuple[Config
         engine,
         threads=threads,
         train_tokens=engine.train_tokens or train,
-        sample_tokens=engine.sample_tokens or sample,
+        # Another sampler has limits of its own.
+        sample_tokens=engine.sample_tokens or (sample if engine.sampler is None else 0),
     )
     return replace(config, engine=engine, algorithm=algorithm), said
 

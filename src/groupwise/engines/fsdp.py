@@ -57,6 +57,14 @@ class Fsdp(Slot):
             "without a critic, such as grpo",
         )
 
+    def cautions(self, demands: Demands) -> Remarks:
+        """Of a number of ranks that is another's to decide; see `Cautions.cautions`."""
+        size = started()
+        yield (
+            bool(size) and self.ranks not in (None, size),
+            f"engine.learner.ranks: {self.ranks} has no effect: somebody started this program as {size} processes",
+        )
+
     def to_start(self) -> int:
         """How many processes a command has to start: 1 where somebody has started them."""
         return 1 if started() else self.split(0)

@@ -29,6 +29,7 @@ from pydantic import Field
 from torch import Tensor
 
 from groupwise.demands import Demands, Remarks
+from groupwise.devices import find_device
 from groupwise.engines import Completion, LossFn, Request, Sampling, Snapshot, ValueLossFn
 from groupwise.engines.actors import LearnerActor, SamplerActor
 from groupwise.engines.cluster import Room, api, connect, own_address, speaking, started
@@ -37,7 +38,7 @@ from groupwise.engines.pool import Pool, Published
 from groupwise.errors import EngineError, LearnerLostError
 from groupwise.meeting import ALONE, Meeting
 from groupwise.records import Batch
-from groupwise.slots import Slot, loaded_files
+from groupwise.slots import Slot, changed, loaded_files
 
 LOG = logging.getLogger(__name__)
 
@@ -64,6 +65,14 @@ class Ray(Slot):
             demands.device.startswith("cuda:"),
             f"engine.device: {demands.device}; with engine.placement: ray each actor gets its own; use auto, cuda or "
             "cpu",
+        )
+
+    def cautions(self, demands: Demands) -> Remarks:
+        """Of GPUs that are not wanted; see `Cautions.cautions`."""
+        device = find_device(demands.device, "engine.device")
+        yield (
+            "gpus" in changed(self) and device.type != "cuda",
+            f"engine.placement.gpus has no effect with engine.device: {demands.device}, which is no GPU here",
         )
 
     def copies(self, *, gpu: bool) -> int:

@@ -90,7 +90,12 @@ class Vllm(Slot):
             )
 
     def cautions(self, demands: Demands) -> Remarks:
-        """Of a server that others have started; see `Cautions.cautions`."""
+        """Of a limit that is another's, and of a server that others have started; see `Cautions.cautions`."""
+        yield (
+            demands.sample_tokens > 0,
+            "engine.sample_tokens has no effect with engine.sampler: vllm: its server holds as many keys and values as "
+            "engine.sampler.arguments or engine.sampler.environment say",
+        )
         for name in sorted(STARTS_A_SERVER & changed(self)):
             yield (
                 self.url is not None,

@@ -21,6 +21,7 @@ from groupwise.model import vocabulary
 from groupwise.plan.kernels import Heap, Kernel, Work
 from groupwise.plan.rehearsal import Stage
 from groupwise.resources import key_value_count
+from groupwise.settling import MOST_SAMPLE_TOKENS
 
 TEMPORARIES = 16
 """Passes over the states of a decoding layer beside its products: norms, rotation, gate, residuals."""
@@ -63,7 +64,8 @@ def sampling_phases(
     """Phases, the memory that comes and goes, rows at a time, and bytes by what they are."""
     lean, group, most = decodes_lean(config, model), config.group_size, lengths.longest
     each = lengths.longest_prompt + group * most if lean else group * (lengths.longest_prompt + most)
-    together = max(1, min(config.prompts_per_step, config.engine.sample_tokens // each))
+    tokens = config.engine.sample_tokens or MOST_SAMPLE_TOKENS  # open where another sampler is set
+    together = max(1, min(config.prompts_per_step, tokens // each))
     waves, rows = config.prompts_per_step / together, together * group
     width = config.engine.weights.itemsize
     per_token = key_value_count(model) * width
