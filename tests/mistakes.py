@@ -125,13 +125,6 @@ SETTINGS: dict[str, Mistake] = {
         "use auto, cuda or cpu",
         machine={"torch.cuda.device_count": 0},
     ),
-    "a critic that cannot be split": Mistake(
-        [*training(), "engine.learner=fsdp", "engine.device=cpu", "--algorithm", "ppo"],
-        "algorithm.critic",
-        "fsdp",
-        "an algorithm without a critic, such as grpo",
-        "use engine.learner: local",
-    ),
     "vLLM that is not where it is looked for": setting(
         "engine.sampler={type: vllm, python: no/python}",
         "no/python; cannot be run: No such file or directory",

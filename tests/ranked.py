@@ -16,15 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 from models import STOP, TEMPERATURE, VOCABULARY, tiny_model
 from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import PreTrainedModel
 
 from groupwise.adapters import Lora, attach
 from groupwise.algorithms import Algorithm
 from groupwise.engines import Optimizer, Request, Sampling
+from groupwise.engines.critic import LocalCritic
 from groupwise.engines.fsdp import FsdpLearner, SplitSampler
+from groupwise.engines.fsdp_critic import FsdpCritic
 from groupwise.engines.local_learner import LocalLearner
 from groupwise.engines.local_sampler import LocalSampler
 from groupwise.engines.ranks import Ranks, join
@@ -48,12 +52,26 @@ CASES: dict[str, dict[str, Any]] = {
         ("gspo", "qwen3", "float64"),
         ("grpo", "gemma3", "float64"),
         ("grpo", "gpt2", "float64"),
+        ("ppo", "qwen3", "float32"),
+        ("ppo", "llama", "float64"),
     )
 } | {
     "mixed": {"preset": "grpo", "architecture": "qwen3", "dtype": "float32", "mixed": True},
     "recomputed": {"preset": "grpo", "architecture": "llama", "dtype": "float64", "recompute": True},
     "lora": {"preset": "dapo", "architecture": "qwen3", "dtype": "float64", "lora": True},
 }
+CRITICS: dict[str, dict[str, Any]] = {
+    f"critic {name}": {"preset": "ppo", "dtype": "float64", "architecture": "qwen3", **case}
+    for name, case in {
+        "float32": {"dtype": "float32"},
+        "float64": {},
+        "recomputed": {"recompute": True},
+        "gpt2": {"architecture": "gpt2"},
+        "llama": {"architecture": "llama"},
+        "mixed": {"dtype": "float32", "mixed": True},
+    }.items()
+}
+JUDGED = CRITICS["critic float64"]
 RESUMED = {"preset": "grpo", "architecture": "qwen3", "dtype": "float64"}
 
 
@@ -74,6 +92,8 @@ def made_batch(algorithm: Algorithm, step: int, case: dict[str, Any]) -> Batch:
     for i, rollout in enumerate(rollouts):
         logprobs = said[i, : len(rollout.tokens)] + rollout.loss_mask * rng.normal(0.0, 0.2, len(rollout.tokens))
         known = {"logprobs": logprobs, "old_logprobs": logprobs, "ref_logprobs": logprobs - 0.1 * rollout.loss_mask}
+        if algorithm.critic is not None:
+            known["values"] = rollout.loss_mask * rng.normal(0.0, 0.3, len(rollout.tokens))
         rollouts[i] = dataclasses.replace(rollout, **known)
     (batch,) = algorithm.batches(algorithm.credit(rollouts), 1)
     return batch.map(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
@@ -112,6 +132,23 @@ def split_learner(ranks: Ranks, case: dict[str, Any]) -> FsdpLearner:
     return FsdpLearner(ranks, policy(case), OPTIMIZER, **settings(case))
 
 
+def split_critic(ranks: Ranks, case: dict[str, Any]) -> FsdpCritic:
+    return FsdpCritic(ranks, policy(case), OPTIMIZER, **critic_settings(case))
+
+
+def local_critic(case: dict[str, Any]) -> LocalCritic:
+    return LocalCritic(policy(case), OPTIMIZER, **critic_settings(case))
+
+
+def critic_settings(case: dict[str, Any]) -> dict[str, Any]:
+    return {name: settings(case)[name] for name in ("microbatch_tokens", "total_updates", "mixed")}
+
+
+def judged(critic: Any, case: dict[str, Any], steps: range) -> list[dict[str, float]]:
+    algorithm = algorithm_of(case)
+    return [critic.update(made_batch(algorithm, step, case), algorithm.value_loss) for step in steps]
+
+
 def trained(learner: Any, case: dict[str, Any], steps: range) -> list[dict[str, float]]:
     algorithm = algorithm_of(case)
     batches = [made_batch(algorithm, step, case) for step in steps]
@@ -137,6 +174,27 @@ def metrics_apart(ours: list[dict[str, float]], theirs: list[dict[str, float]]) 
     assert [one.keys() for one in ours] == [one.keys() for one in theirs]
     pairs = [(one[name], other[name]) for one, other in zip(ours, theirs, strict=True) for name in one]
     return max(abs(x - y) / max(1.0, abs(y)) for x, y in pairs)
+
+
+def critics_apart(ours: Any, theirs: LocalCritic, case: dict[str, Any], folder: Path) -> dict[str, float]:
+    """The largest differences between values, weights and AdamW's averages; the latter as checkpoints have them."""
+    batch = made_batch(algorithm_of(case), 99, case)
+    found = {"values": float((ours.values(batch) - theirs.values(batch)).abs().max())}
+    for name, critic in (("ours", ours), ("theirs", theirs)):
+        (folder / name).mkdir(parents=True)
+        critic.snapshot()(folder / name)
+    dcp_to_torch_save(folder / "ours", folder / "whole.pt")
+    state = torch.load(folder / "whole.pt")
+    prefix = "transformer." if case["architecture"] == "gpt2" else "model."
+    named = {name.removeprefix(prefix).replace("lm_head", "value_head"): of for name, of in state["weights"].items()}
+    stored = safetensors.torch.load_file(folder / "theirs" / "critic.safetensors")
+    assert named.keys() == stored.keys()
+    found["weights"] = max(float((named[name] - stored[name]).abs().max()) for name in named)
+    averages = torch.load(folder / "theirs" / "optimizer.pt")
+    for name in ("exp_avg", "exp_avg_sq"):
+        pairs = zip(state[name].values(), averages.values(), strict=True)
+        found[name] = max(float((one - other[name]).abs().max()) for one, other in pairs)
+    return found
 
 
 # What rank 0 does, once in each of these; the others carry it out ----------------------------------------------------
@@ -173,6 +231,55 @@ def resumes(learner: FsdpLearner, folder: Path) -> dict[str, float]:
     found = {"metrics": metrics_apart(trained(learner, RESUMED, rest), trained(local, RESUMED, rest))}
     found["reference"] = scores_apart(learner, local, RESUMED, reference=True)
     return found | {"weights": apart(learner, local)}
+
+
+def critic_equals(critic: FsdpCritic, case: dict[str, Any], folder: Path) -> dict[str, float]:
+    """How far metrics, values, weights and averages are from those of one process."""
+    local = local_critic(case)
+    ours, theirs = (judged(of, case, range(UPDATES)) for of in (critic, local))
+    return {"metrics": metrics_apart(ours, theirs), **critics_apart(critic, local, case, folder)}
+
+
+def critic_saves(critic: FsdpCritic, folder: Path) -> None:
+    """A snapshot of half a training, written after the training has moved on; the one before is never written."""
+    judged(critic, JUDGED, range(2))
+    critic.snapshot()
+    judged(critic, JUDGED, range(2, UPDATES))
+    write = critic.snapshot()
+    judged(critic, JUDGED, range(UPDATES, UPDATES + 1))
+    folder.mkdir()
+    write(folder)
+
+
+def critic_resumes(critic: FsdpCritic, folder: Path) -> dict[str, float]:
+    """How far a training that continues from `folder` is from one that was never stopped."""
+    local = local_critic(JUDGED)
+    judged(local, JUDGED, range(UPDATES))
+    critic.restore(folder)
+    ours, theirs = (judged(of, JUDGED, range(UPDATES, 2 * UPDATES)) for of in (critic, local))
+    return {"metrics": metrics_apart(ours, theirs), **critics_apart(critic, local, JUDGED, folder / "resumed")}
+
+
+def too_deep(values: Tensor, batch: Batch) -> Tensor:
+    """A loss of values whose gradient at the rows of the third group is not finite."""
+    return torch.where(batch.groups[:, None] == 2, values * 0.0, values.square() + 1.0).sqrt().sum()
+
+
+def critic_refuses(critic: FsdpCritic, folder: Path) -> dict[str, Any]:
+    """An update that is not finite, whom it is blamed on; then updates on fewer rows than ranks, and on none."""
+    local, algorithm = local_critic(JUDGED), algorithm_of(JUDGED)
+    batch, probe = made_batch(algorithm, 7, JUDGED), partial(critic.update, loss=poisoned(too_deep))
+    found: dict[str, Any] = {"blamed": []}
+    judged(critic, JUDGED, range(1))
+    judged(local, JUDGED, range(1))
+    try:
+        with blaming(batch, "the critic's value", critic.values, probe):
+            critic.update(batch, too_deep)
+    except NumericalError as error:
+        found["blamed"] = sorted({int(batch.groups[finding.row]) for finding in error.findings})
+    parts = [batch.rows(torch.tensor(rows, dtype=torch.int64)) for rows in ([0, 1, 2], [4], [])]
+    ours, theirs = ([of.update(part, algorithm.value_loss) for part in parts] for of in (critic, local))
+    return {**found, "metrics": metrics_apart(ours, theirs), **critics_apart(critic, local, JUDGED, folder)}
 
 
 def few_rows(learner: FsdpLearner, case: dict[str, Any]) -> dict[str, float]:
@@ -248,6 +355,12 @@ def main(folder: Path) -> None:
         together("refused", split_learner(ranks, RESUMED), partial(refuses, case=RESUMED))
         together("resumed", split_learner(ranks, RESUMED), partial(resumes, folder=folder / "of one"))
         together("saved", split_learner(ranks, RESUMED), partial(saves, folder=folder / "of two"))
+        for name, case in CRITICS.items():
+            together(name, split_critic(ranks, case), partial(critic_equals, case=case, folder=folder / name))
+        together("critic refused", split_critic(ranks, JUDGED), partial(critic_refuses, folder=folder / "refused"))
+        critic_of_one = folder / "critic of one"
+        together("critic resumed", split_critic(ranks, JUDGED), partial(critic_resumes, folder=critic_of_one))
+        together("critic saved", split_critic(ranks, JUDGED), partial(critic_saves, folder=folder / "critic of two"))
         model = policy(RESUMED)
         local = LocalSampler(model, [STOP], max_batch_tokens=1000)
         together("sampled", SplitSampler(ranks, local), partial(samples, local=local))

@@ -27,7 +27,7 @@ FLOORS = (
     | {"trackers", "trackers.tensorboard", "trackers.wandb", "trackers.trackio"},
     {"rollout", "tasks", "columns", "data", "rewards", "checkpoint", "surplus"}
     | {f"engines.{name}" for name in ("local", "local_sampler", "local_learner", "critic", "steps", "fake")}
-    | {f"engines.{name}" for name in ("fsdp", "ranks", "shards")}
+    | {f"engines.{name}" for name in ("fsdp", "fsdp_critic", "ranks", "reference", "shards", "shard_files")}
     | {f"engines.{name}" for name in ("ray", "cluster", "pool", "actors")}
     | {f"engines.{name}" for name in ("vllm", "vllm_sampler", "vllm_server", "vllm_weights")}
     | {f"engines.vllm_side.{name}" for name in ("groupwise_worker", "groupwise_watch")},
@@ -61,10 +61,13 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "drawing": {"head"},
     "lean": {"decoding", "folding"},
     "engines.critic": {"engines.steps"},
-    "engines.local_learner": {"engines.steps"},
+    "engines.local_learner": {"engines.reference", "engines.steps"},
     "engines.local": {"engines.local_sampler", "engines.local_learner", "engines.critic", "engines.ranks"},
-    "engines.shards": {"engines.ranks", "engines.steps"},
-    "engines.fsdp": {"engines.local", "engines.ranks", "engines.shards", "engines.steps"},
+    "engines.shards": {"engines.ranks"},
+    "engines.shard_files": {"engines.ranks", "engines.shards", "engines.steps"},
+    "engines.fsdp_critic": {f"engines.{name}" for name in ("critic", "ranks", "shards", "shard_files", "steps")},
+    "engines.fsdp": {"engines.fsdp_critic", "engines.local", "engines.ranks", "engines.reference"}
+    | {"engines.shards", "engines.shard_files", "engines.steps"},
     "engines.vllm_sampler": {"engines.vllm_server", "engines.vllm_weights"},
     "engines.vllm": {"engines.vllm_sampler", "engines.vllm_server"},
     "engines.actors": {"engines.local"},

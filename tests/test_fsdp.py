@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,18 @@ TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 EXACT = [name for name in ranked.CASES if name != "mixed"]
 
 
-def learner(case: dict[str, Any], do: Any) -> Any:
-    """What one process, alone, does with a learner of the engine of several."""
+def alone(make: Any, case: dict[str, Any], do: Any) -> Any:
+    """What one process does with a learner, or a critic, of the engine of several."""
     with join(60.0, "cpu") as ranks:
-        return do(ranked.split_learner(ranks, case))
+        return do(make(ranks, case))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where two ranks have left what they found, and a checkpoint; the one that they continued from is of one."""
     folder = tmp_path_factory.mktemp("ranks")
-    learner(ranked.RESUMED, lambda alone: ranked.saves(alone, folder / "of one"))
+    alone(ranked.split_learner, ranked.RESUMED, partial(ranked.saves, folder=folder / "of one"))
+    alone(ranked.split_critic, ranked.JUDGED, partial(ranked.critic_saves, folder=folder / "critic of one"))
     command = [sys.executable, "-W", "error::UserWarning", "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(HERE / "ranked.py"), str(folder)]
     done = subprocess.run(
@@ -92,8 +94,36 @@ def test_what_one_rank_saved_two_continue_from(found: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_what_two_ranks_saved_one_continues_from(folder: Path) -> None:
-    apart = learner(ranked.RESUMED, lambda alone: ranked.resumes(alone, folder / "of two"))
+    apart = alone(ranked.split_learner, ranked.RESUMED, partial(ranked.resumes, folder=folder / "of two"))
     assert max(apart.values()) < TOLERANCE["float64"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in ranked.CRITICS if name != "critic mixed"])
+def test_a_critic_on_two_ranks_has_the_metrics_values_and_weights_of_one_process(
+    name: str, found: dict[str, Any]
+) -> None:
+    assert max(found[name].values()) < TOLERANCE[ranked.CRITICS[name]["dtype"]]
+
+
+@pytest.mark.slow
+def test_a_critic_gathered_in_bfloat16_computes_what_autocast_does(found: dict[str, Any]) -> None:
+    assert found["critic mixed"]["values"] < 1e-2
+    assert found["critic mixed"]["weights"] < 2 * ranked.UPDATES * ranked.OPTIMIZER.learning_rate
+
+
+@pytest.mark.slow
+def test_a_critics_update_that_is_not_finite_is_refused_and_few_rows_are_enough(found: dict[str, Any]) -> None:
+    refused = found["critic refused"]
+    assert refused.pop("blamed") == [2]
+    assert max(refused.values()) < TOLERANCE["float64"], "nothing was changed; all are in step"
+
+
+@pytest.mark.slow
+def test_a_critic_continues_on_another_number_of_ranks(folder: Path, found: dict[str, Any]) -> None:
+    resumes = partial(ranked.critic_resumes, folder=folder / "critic of two")
+    for apart in (found["critic resumed"], alone(ranked.split_critic, ranked.JUDGED, resumes)):
+        assert max(apart.values()) < TOLERANCE["float64"]
 
 
 @pytest.mark.slow
@@ -110,21 +140,21 @@ def test_completions_are_those_of_one_process_and_a_mistake_in_one_rank_is_told_
 def test_a_checkpoint_that_is_missing_damaged_or_of_another_model_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    learner({**ranked.RESUMED, "architecture": "gpt2"}, lambda alone: alone.snapshot()(other))
+    alone(ranked.split_learner, {**ranked.RESUMED, "architecture": "gpt2"}, lambda learner: learner.snapshot()(other))
 
-    def refused(alone: Any) -> None:
+    def refused(learner: Any) -> None:
         with pytest.raises(CheckpointError, match=r"nowhere: a rank on \S+ does not see that folder: .* output=DIR"):
-            alone.snapshot()(tmp_path / "nowhere")
+            learner.snapshot()(tmp_path / "nowhere")
         with pytest.raises(CheckpointError, match=r"not a complete checkpoint of engine\.learner: fsdp"):
-            alone.restore(tmp_path / "nowhere")
+            learner.restore(tmp_path / "nowhere")
         with pytest.raises(CheckpointError, match="not a checkpoint of this model, or damaged"):
-            alone.restore(other)
+            learner.restore(other)
         (shard,) = other.glob("*.distcp")
         shard.write_bytes(shard.read_bytes()[:100])
         with pytest.raises(CheckpointError, match="not a checkpoint of this model, or damaged"):
-            alone.restore(other)
+            learner.restore(other)
 
-    learner(ranked.RESUMED, refused)
+    alone(ranked.split_learner, ranked.RESUMED, refused)
 
 
 def test_shares_are_disjoint_keep_prompts_together_and_are_about_equal() -> None:
@@ -239,7 +269,8 @@ def test_a_run_of_two_ranks_learns_and_is_that_of_one_process(tmp_path: Path) ->
 @pytest.mark.slow
 def test_a_rank_that_is_stuck_or_dies_is_named_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(FAILS)
-    shape = {"steps": 4, "checkpoint": {"every": 1}, "algorithm": {"surrogate": f"{tmp_path / 'fails.py'}:clip"}}
+    algorithm = {"preset": "ppo", "surrogate": f"{tmp_path / 'fails.py'}:clip"}
+    shape = {"steps": 4, "checkpoint": {"every": 1}, "algorithm": algorithm}
     one, two = toy_runs(tmp_path, **shape)
     train(one, console=terminal()[0])
     file, run = as_file(two, tmp_path / "run.yaml", timeout_seconds=4.0), tmp_path / "two"

@@ -11,31 +11,30 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from queue import Queue
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
-from groupwise.adapters import adapted, merged, switched_off
 from groupwise.demands import Demands, Remarks
 from groupwise.engines import Completion, LossFn, Optimizer, Request, Sampler, Sampling, Snapshot
+from groupwise.engines.fsdp_critic import FsdpCritic
 from groupwise.engines.local import LocalEngine, local_engine
 from groupwise.engines.ranks import Dumps, Ranks, everywhere, everywhere_in_background, join
-from groupwise.engines.shards import Sharded, State, copied, names_in, pair_cost, read_state, shares, write_state
-from groupwise.engines.steps import AVERAGES, Steps, distinct, whole
+from groupwise.engines.reference import Reference
+from groupwise.engines.shard_files import Copies, State, names_in, read_state, resume, training_state
+from groupwise.engines.shards import Sharded
+from groupwise.engines.steps import Steps, published, whole
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.head import at_tokens, learn, products, score
 from groupwise.meeting import started
 from groupwise.packing import Forward
-from groupwise.records import Batch, Rollout, collate
+from groupwise.records import Batch
 from groupwise.slots import Slot
 
 
@@ -48,14 +47,6 @@ class Fsdp(Slot):
     it is torchrun that decides; with `engine.placement: ray` they are so many actors, on any machine."""
     timeout_seconds: float = Field(default=600.0, gt=0)
     """A rank that leaves the others waiting for longer is given up, and the run ends."""
-
-    def refusals(self, demands: Demands) -> Remarks:
-        """A critic; see `Refuses.refusals`."""
-        yield (
-            demands.critic,
-            "algorithm.critic: with engine.learner: fsdp there is none yet; use engine.learner: local, or an algorithm "
-            "without a critic, such as grpo",
-        )
 
     def cautions(self, demands: Demands) -> Remarks:
         """Of a number of ranks that is another's to decide; see `Cautions.cautions`."""
@@ -93,8 +84,8 @@ class Fsdp(Slot):
             ModelError: the model or its tokenizer cannot be loaded or served.
         """
         assert ranks is not None, "join comes first"
-        assert settings.get("critic") is None, "refused: a critic is not split yet"
-        engine = local_engine(model, make=partial(FsdpLearner, ranks), **settings)
+        made = {"make": partial(FsdpLearner, ranks), "make_critic": partial(FsdpCritic, ranks)}
+        engine = local_engine(model, **made, **settings)
         return engine._replace(sampler=SplitSampler(ranks, engine.sampler))
 
 
@@ -171,15 +162,13 @@ class FsdpLearner:
             mixed: gather the layers and take their products in bfloat16; shards, gradients and all else stay float32.
         """
         self.ranks = ranks
-        self._whole, self._adapted, self._mixed = model, adapted(model), mixed
-        self._policy, self._pair_cost = Sharded(Forward(model, mixed), ranks), pair_cost(model)
+        self._whole, self._policy = model, Sharded(Forward(model, mixed), ranks)
         self._temperature, self._microbatch_tokens = temperature, microbatch_tokens
-        self._load_reference, self._entropy = reference, entropy
-        self._reference: Sharded | None = None
-        self._refreshed = False
+        self._entropy, self._mixed = entropy, mixed
+        split = None if reference is None else lambda: Sharded(Forward(reference(), mixed), ranks)
+        self._reference = Reference(self._policy, self._policy.forward.model, split)
         self._steps = Steps(self._policy.parameters.values(), optimizer, total_updates)
-        self._cpus, self._snapshots = init_device_mesh("cpu", (ranks.size,)), 0
-        self._copies: Queue[tuple[int, State]] = Queue()
+        self._copies = Copies(ranks)
         ranks.add(self)
 
     @everywhere
@@ -189,8 +178,7 @@ class FsdpLearner:
         Raises:
             GroupwiseError: `reference` is asked for and there is none.
         """
-        found = torch.zeros(batch.tokens.shape, dtype=torch.promote_types(self._whole.dtype, torch.float32))
-        with self._reference_policy() if reference else contextlib.nullcontext(self._policy) as policy:
+        with self._reference.running() if reference else contextlib.nullcontext(self._policy) as policy:
 
             def scored(part: Batch) -> Tensor:
                 states, targets = policy.forward.states(part), part.tokens[part.loss_mask]
@@ -198,12 +186,7 @@ class FsdpLearner:
                     logprobs, _ = score(policy.forward.model, states, targets, self._temperature, False)
                 return at_tokens(part.loss_mask, logprobs)
 
-            with torch.no_grad(), self._passes(policy, batch) as passes:
-                for rows, part in passes:
-                    values = policy.run(scored, part).cpu()
-                    found[rows, : values.shape[1]] = values[: len(rows)]
-            policy.reshard()
-        return self.ranks.sum(found)
+            return policy.for_each_token(batch, self._microbatch_tokens, scored)
 
     @everywhere
     def update(self, batch: Batch, loss: LossFn, *, per_token: bool = False) -> dict[str, float]:
@@ -216,7 +199,7 @@ class FsdpLearner:
 
         def accumulate() -> float:
             total = torch.zeros((), dtype=torch.float64)
-            with self._passes(self._policy, batch) as passes:
+            with self._policy.passes(batch, self._microbatch_tokens) as passes:
                 for rows, part in passes:
                     value, metrics = learn(
                         self._policy.forward.model,
@@ -245,8 +228,7 @@ class FsdpLearner:
         """Names and tensors of the policy, as `LocalLearner.weights`; they are gathered into the whole copy of every
         rank, one after the other."""
         self._gather()
-        own = distinct(self._whole.state_dict())
-        return merged(self._whole, own) if self._adapted else own
+        return published(self._whole)
 
     @everywhere
     def refresh_reference(self) -> None:
@@ -255,18 +237,15 @@ class FsdpLearner:
         Raises:
             GroupwiseError: the policy is adapted, so that its base is the reference.
         """
-        if self._adapted:
-            raise GroupwiseError("with LoRA the reference is the base model, which cannot move; train without lora")
-        reference = self._reference_model()
+        reference = self._reference.to_move()
         with torch.no_grad():
             for name, parameter in self._policy.parameters.items():
                 reference.parameters[name].copy_(parameter)
-        self._refreshed = True
 
     def snapshot(self) -> Snapshot:
         """What is trained, AdamW's averages and, if it has moved, the reference; every rank writes its own."""
         self._copy()
-        return partial(self._write, self._snapshots)
+        return partial(self._write, self._copies.taken)
 
     @everywhere
     def restore(self, path: Path) -> None:
@@ -275,11 +254,10 @@ class FsdpLearner:
         Raises:
             CheckpointError: a file is missing or damaged, or is not that of this model.
         """
-        self._refreshed = "reference" in names_in(path)
-        averages = self._steps.averages()
-        state = self._state(averages)
+        self._reference.moved = "reference" in names_in(path)
+        state = self._state()
         read_state(path, state)
-        self._steps.resume(state["updates"], averages)
+        resume(self._steps, state)
 
     @everywhere
     def _gather(self) -> None:
@@ -290,61 +268,20 @@ class FsdpLearner:
 
     @everywhere
     def _copy(self) -> None:
-        state = self._state(self._steps.averages())
-        self._snapshots += 1
-        self._copies.put((self._snapshots, copied(state, self._cpus)))
+        self._copies.take(self._state())
 
     @everywhere_in_background
     def _write(self, snapshot: int, path: Path) -> None:
-        number, state = self._copies.get()  # rank 0 may write while this rank is still copying
-        while number < snapshot:  # that one was never written
-            number, state = self._copies.get()
-        write_state(path, state, self.ranks.background.group)
+        self._copies.write(snapshot, path)
 
-    def _state(self, averages: Sequence[Mapping[str, Tensor]]) -> State:
+    def _state(self) -> State:
         """What a checkpoint holds, not copied."""
-        weights = dict(self._policy.trained())
-        state: State = {"weights": weights, "updates": self._steps.updates}
-        state |= {name: {of: one[name] for of, one in zip(weights, averages, strict=True)} for name in AVERAGES}
-        if self._refreshed:
-            state["reference"] = {name: shard.data for name, shard in self._reference_model().parameters.items()}
+        state = training_state(self._policy, self._steps)
+        if self._reference.moved:
+            state["reference"] = {name: shard.data for name, shard in self._reference.own().parameters.items()}
         return state
-
-    @contextlib.contextmanager
-    def _passes(self, policy: Sharded, batch: Batch) -> Generator[list[tuple[Tensor, Batch]]]:
-        """This rank's share of a batch in parts: (indices of its rows, rows on the device).
-
-        Every rank has as many parts as any: a forward or backward pass takes all of them.  Those that make up the
-        number have no rows that count.
-        """
-        mine = shares(batch, self.ranks.size, self._pair_cost)[self.ranks.rank]
-        with policy.forward.microbatches(batch.rows(mine), self._microbatch_tokens) as found:
-            parts = [(mine[rows], part) for rows, part in found]
-            more = self.ranks.most(len(parts)) - len(parts)
-            yield parts + [(mine[:0], _IDLE.to(policy.forward.model.device))] * more
-
-    @contextlib.contextmanager
-    def _reference_policy(self) -> Generator[Sharded]:
-        if self._adapted:
-            with switched_off(self._policy.forward.model):
-                yield self._policy
-        else:
-            yield self._reference_model()
-
-    def _reference_model(self) -> Sharded:
-        if self._reference is None:
-            if self._load_reference is None:
-                raise GroupwiseError("log-probabilities of the reference policy are needed, but no reference was given")
-            self._reference = Sharded(Forward(self._load_reference(), self._mixed), self.ranks)
-        return self._reference
-
-
-_IDLE = collate(
-    [Rollout(tokens=np.zeros(3, np.int32), loss_mask=np.arange(3) > 0, logprobs=np.zeros(3, np.float32), group=0)]
-)
-"""A row to keep the others company with."""
 
 
 def _nothing(logprobs: Tensor, entropies: Tensor, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of `_IDLE`: it has no gradient."""
+    """The loss of a row that keeps the others company: it has no gradient."""
     return logprobs.new_zeros(()), {}

@@ -125,13 +125,14 @@ def local_engine(
     lora: Lora | None = None,
     seed: int = 0,
     make: Callable[..., Learner] = LocalLearner,
+    make_critic: Callable[..., Critic] = LocalCritic,
 ) -> LocalEngine:
     """Load a model once, to sample and to learn; the arguments are those of `load_model` and of the two classes.
 
     `reference` is a folder or hub id; that model is loaded when it is first asked for.  With `critic`, the optimizer of
     one, a value network of the same architecture and first weights is made as well.  With `lora`, an adapter is
     trained, whose first values `seed` decides; the reference is then the model without it, whatever `reference` says,
-    and the critic is trained whole.  `make` takes what `LocalLearner` takes.
+    and the critic is trained whole.  `make` takes what `LocalLearner` takes, and `make_critic` what `LocalCritic` does.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded or served.
@@ -152,7 +153,7 @@ def local_engine(
     sampler = LocalSampler(policy, stop_ids, max_batch_tokens=max_batch_tokens, mixed=mixed)
     judge = None
     if critic is not None:
-        judge = LocalCritic(
+        judge = make_critic(
             load_model(model, dtype=dtype, device=device, gradient_checkpointing=gradient_checkpointing),
             critic,
             microbatch_tokens=microbatch_tokens,

@@ -6,7 +6,7 @@ Shapes: B rollouts, T tokens of the longest.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from itertools import starmap
 from pathlib import Path
 
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from groupwise.adapters import adapted, merged, switched_off, trained
+from groupwise.adapters import adapted, trained
 from groupwise.engines import LossFn, Optimizer, Snapshot
-from groupwise.engines.steps import Steps, all_of, copied, distinct, restore_weights, weights_file
-from groupwise.errors import GroupwiseError
+from groupwise.engines.reference import Reference
+from groupwise.engines.steps import Steps, all_of, copied, published, restore_weights, weights_file
 from groupwise.head import at_tokens, learn, products, score
 from groupwise.packing import Forward
 from groupwise.records import Batch
@@ -55,9 +55,9 @@ class LocalLearner:
         self._model, self._adapted = model, adapted(model)
         self._temperature, self._microbatch_tokens = temperature, microbatch_tokens
         self._forward = Forward(model, mixed)
-        self._reference: Forward | PreTrainedModel | Callable[[], PreTrainedModel] | None = reference
+        load = (lambda: reference) if isinstance(reference, PreTrainedModel) else reference
+        self._reference = Reference(self._forward, model, None if load is None else lambda: Forward(load(), mixed))
         self._entropy = entropy
-        self._refreshed = False
         self._steps = Steps(model.parameters(), optimizer, total_updates)
 
     def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor:
@@ -66,7 +66,7 @@ class LocalLearner:
         Raises:
             GroupwiseError: `reference` is asked for and there is none.
         """
-        with self._reference_policy() if reference else contextlib.nullcontext(self._forward) as forward:
+        with self._reference.running() if reference else contextlib.nullcontext(self._forward) as forward:
 
             def scored(part: Batch) -> Tensor:
                 targets = part.tokens[part.loss_mask]
@@ -131,8 +131,7 @@ class LocalLearner:
 
         Weights with an adapter are copied, with the adapter added, as they are asked for.
         """
-        own = distinct(self._model.state_dict())
-        return merged(self._model, own) if self._adapted else own
+        return published(self._model)
 
     def refresh_reference(self) -> None:
         """Make the policy as it is now the reference.
@@ -140,21 +139,18 @@ class LocalLearner:
         Raises:
             GroupwiseError: the policy is adapted, so that its base is the reference.
         """
-        if self._adapted:
-            raise GroupwiseError("with LoRA the reference is the base model, which cannot move; train without lora")
-        reference = self._reference_model()
+        reference = self._reference.to_move().model
         with torch.no_grad():
             policy = self._model.state_dict()
             for name, tensor in reference.state_dict().items():
                 tensor.copy_(policy[name])
-        self._refreshed = True
 
     def snapshot(self) -> Snapshot:
         """What is trained, the optimizer's state and, if it has moved, the reference; as they are now."""
         name, weights = self._trained()
         files = {name: copied(weights)}
-        if self._refreshed:
-            files[REFERENCE] = copied(distinct(self._reference_model().state_dict()))
+        if self._reference.moved:
+            files[REFERENCE] = copied(published(self._reference.own().model))
         return all_of(*starmap(weights_file, files.items()), self._steps.snapshot())
 
     def restore(self, path: Path) -> None:
@@ -165,9 +161,9 @@ class LocalLearner:
         """
         name, weights = self._trained()
         restore_weights(weights, path / name)
-        self._refreshed = (path / REFERENCE).is_file()
-        if self._refreshed:
-            restore_weights(distinct(self._reference_model().state_dict()), path / REFERENCE)
+        self._reference.moved = (path / REFERENCE).is_file()
+        if self._reference.moved:
+            restore_weights(published(self._reference.own().model), path / REFERENCE)
         self._steps.restore(path)
 
     def _trained(self) -> tuple[str, Iterator[tuple[str, Tensor]]]:
@@ -175,22 +171,3 @@ class LocalLearner:
         if self._adapted:
             return "adapter.safetensors", trained(self._model)
         return "model.safetensors", self.weights()
-
-    @contextlib.contextmanager
-    def _reference_policy(self) -> Generator[Forward]:
-        if self._adapted:
-            with switched_off(self._model):
-                yield self._forward
-        else:
-            yield self._reference_forward()
-
-    def _reference_model(self) -> PreTrainedModel:
-        return self._reference_forward().model
-
-    def _reference_forward(self) -> Forward:
-        if self._reference is None:
-            raise GroupwiseError("log-probabilities of the reference policy are needed, but no reference was given")
-        if not isinstance(self._reference, Forward):
-            model = self._reference if isinstance(self._reference, PreTrainedModel) else self._reference()
-            self._reference = Forward(model, self._forward.mixed)
-        return self._reference

@@ -1,50 +1,43 @@
 """A model in shards: each rank has a part of every parameter, and the whole of one layer at a time while it is used.
 
-Shapes: B rows; a parameter float[d, ...] is split along its first dimension.
+Shapes: B rows, T tokens of the longest; a parameter float[d, ...] is split along its first dimension.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from groupwise.engines.ranks import Ranks
-from groupwise.engines.steps import UNREADABLE
-from groupwise.errors import CheckpointError
 from groupwise.packing import Forward, split
-from groupwise.records import Batch
+from groupwise.records import Batch, Rollout, collate
 
-State = dict[str, Any]
-"""Tensors by name, nested, and plain values: what torch's distributed checkpoints hold."""
 T = TypeVar("T")
 
 
 class Sharded:
     """A model whose parameters are split over the ranks, and how it runs over a batch."""
 
-    def __init__(self, whole: Forward, ranks: Ranks) -> None:
+    def __init__(self, whole: Forward, ranks: Ranks, *, exact_head: bool = False) -> None:
         """
         Args:
             whole: a model that every rank has; it stays as it is, and none of its parameters is copied whole.
             ranks: this one among all.
+            exact_head: gather the head as it is, even where the rest is gathered in bfloat16; it is then called inside
+                `run` alone.
         """
+        self._ranks, self._pair_cost = ranks, pair_cost(whole.model)
         whole.check()  # while a failed forward pass is still harmless
         mesh = init_device_mesh(ranks.device.type, (ranks.size,))
         placeholders = {id(parameter): _placeholder(parameter) for parameter in whole.model.parameters()}
@@ -54,9 +47,12 @@ class Sharded:
         self._root = _Root(model)
         # Layers are cast when they are gathered; the residual stream between them stays what it is, as under autocast.
         half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        precision = half if whole.mixed else MixedPrecisionPolicy(cast_forward_inputs=False)
+        exact = MixedPrecisionPolicy(cast_forward_inputs=False)
+        precision = half if whole.mixed else exact
         for layer in _layers(model):
             fully_shard(layer, mesh=mesh, mp_policy=precision)
+        if exact_head:
+            fully_shard(cast(nn.Module, model.get_output_embeddings()), mesh=mesh, mp_policy=exact)
         # Embeddings, last norm and head stay whole after a forward pass: the head works between it and the backward.
         fully_shard(self._root, mesh=mesh, reshard_after_forward=False)
         for module in self._root.modules():
@@ -72,9 +68,29 @@ class Sharded:
         """What a function of the model returns; embeddings, last norm and head stay whole, until a backward pass."""
         return self._root(partial(function, *arguments))
 
-    def reshard(self) -> None:
-        """Give up what is whole still, because no backward pass came."""
-        cast(FSDPModule, self._root).reshard()
+    @contextlib.contextmanager
+    def passes(self, batch: Batch, budget: int) -> Generator[list[tuple[Tensor, Batch]]]:
+        """This rank's share of a batch in parts of at most `budget` tokens: (indices of its rows, rows on the device).
+
+        Every rank has as many parts as any: a forward or backward pass takes all of them.  Those that make up the
+        number have no indices, and a row that does not count.
+        """
+        mine = shares(batch, self._ranks.size, self._pair_cost)[self._ranks.rank]
+        with self.forward.microbatches(batch.rows(mine), budget) as found:
+            parts = [(mine[rows], part) for rows, part in found]
+            more = self._ranks.most(len(parts)) - len(parts)
+            yield parts + [(mine[:0], _IDLE.to(self.forward.model.device))] * more
+
+    @torch.no_grad()
+    def for_each_token(self, batch: Batch, budget: int, of_part: Callable[[Batch], Tensor]) -> Tensor:
+        """`Forward.for_each_token`, by all ranks; each has the whole of it."""
+        found = torch.zeros(batch.tokens.shape, dtype=torch.promote_types(self.forward.model.dtype, torch.float32))
+        with self.passes(batch, budget) as passes:
+            for rows, part in passes:
+                values = self.run(of_part, part).cpu()
+                found[rows, : values.shape[1]] = values[: len(rows)]
+        cast(FSDPModule, self._root).reshard()  # no backward pass will
+        return self._ranks.sum(found)
 
     def trained(self) -> Iterable[tuple[str, Tensor]]:
         """Names and shards of what requires a gradient."""
@@ -112,6 +128,12 @@ def _fill(model: nn.Module, whole: nn.Module, mesh: DeviceMesh) -> None:
             made[id(parameter)] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
         state[name] = made[id(parameter)]
     model.load_state_dict(state, strict=False, assign=True)
+
+
+_IDLE = collate(
+    [Rollout(tokens=np.zeros(3, np.int32), loss_mask=np.arange(3) > 0, logprobs=np.zeros(3, np.float32), group=0)]
+)
+"""A row to keep the others company with."""
 
 
 # What each rank computes ---------------------------------------------------------------------------------------------
@@ -158,80 +180,3 @@ def pair_cost(model: PreTrainedModel) -> float:
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     products = 2 * config.num_hidden_layers * config.num_attention_heads * size
     return products / cast(Any, model).get_decoder().num_parameters(exclude_embeddings=True)
-
-
-# Checkpoints ---------------------------------------------------------------------------------------------------------
-
-
-def copied(state: Mapping[str, Any], mesh: DeviceMesh) -> State:
-    """The same with every shard copied to the CPU; the mesh is one of CPUs."""
-    return {name: _copied(value, mesh) for name, value in state.items()}
-
-
-def _copied(value: Any, mesh: DeviceMesh) -> Any:
-    if isinstance(value, Mapping):
-        return copied(cast("Mapping[str, Any]", value), mesh)
-    if not isinstance(value, DTensor):
-        return value
-    local = value.to_local().detach().to("cpu", copy=True)
-    return DTensor.from_local(
-        local, mesh, value.placements, run_check=False, shape=value.shape, stride=cast("Any", value).stride()
-    )
-
-
-def write_state(path: Path, state: State, group: Any) -> None:
-    """Write the shards of all ranks of the group into one folder, with torch's distributed checkpoint.
-
-    Raises:
-        CheckpointError: on every rank: one cannot write, or does not see the folder, or a weight is not finite.
-    """
-    problems = [
-        f"the weight {name} is not finite, so it is not saved"
-        for name, tensor in state["weights"].items()
-        if not bool(tensor.to_local().isfinite().all())
-    ]
-    if not path.is_dir():  # torch would make one there, and each machine would have a part of the checkpoint
-        problems.append(
-            f"a rank on {socket.gethostname()} does not see that folder: choose one on a file system that all machines "
-            "share, with output=DIR"
-        )
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, problems, group=group)
-    if said := sorted({problem for of_rank in found for problem in of_rank}):
-        raise CheckpointError(f"{path}: {said[0]}")
-    try:
-        save(state, checkpoint_id=path, process_group=group)
-    except CheckpointException as error:
-        raise CheckpointError(f"{path}: cannot be written: {_first(error)}") from error
-
-
-def names_in(path: Path) -> set[str]:
-    """The first part of the names of what a distributed checkpoint holds.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-    """
-    try:
-        metadata: Metadata = FileSystemReader(path).read_metadata()
-    except (*UNREADABLE, EOFError) as error:
-        raise CheckpointError(f"{path}: not a complete checkpoint of engine.learner: fsdp: {error!r}") from error
-    return {name.split(".")[0] for name in metadata.state_dict_metadata}
-
-
-def read_state(path: Path, state: State) -> None:
-    """Fill the tensors and replace the plain values of a state from what was written, by however many ranks.
-
-    Raises:
-        CheckpointError: on every rank: a file is missing or damaged, or is that of another model.
-    """
-    try:
-        with torch.no_grad():
-            load(state, checkpoint_id=path)
-    except (CheckpointException, *UNREADABLE) as error:
-        raise CheckpointError(f"{path}: not a checkpoint of this model, or damaged: {_first(error)}") from error
-
-
-def _first(error: BaseException) -> str:
-    """One rank's problem stands for all."""
-    failures = list(error.failures.values()) if isinstance(error, CheckpointException) else []
-    return repr(failures[0][0] if failures else error)

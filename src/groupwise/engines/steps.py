@@ -13,7 +13,9 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
+from groupwise.adapters import merged
 from groupwise.engines import Optimizer, Snapshot
 from groupwise.errors import CheckpointError, NumericalError
 
@@ -170,6 +172,14 @@ def restore_weights(weights: Iterable[tuple[str, Tensor]], file: Path) -> None:
     with torch.no_grad():
         for name, tensor in stored.items():
             own[name].copy_(tensor)
+
+
+def published(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Names, as `save_pretrained` writes them, and tensors of a model, not copied; of tied weights, the first name.
+
+    Weights with an adapter are copied, with the adapter added, as they are asked for.
+    """
+    return merged(model, distinct(model.state_dict()))
 
 
 def distinct(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

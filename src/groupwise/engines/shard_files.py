@@ -1,0 +1,140 @@
+"""Checkpoints of a model in shards: every rank copies and writes its own, and any number of ranks reads them.
+
+A state is what torch's distributed checkpoints hold: `weights`, AdamW's averages of them, `updates`, and what a learner
+adds.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from queue import Queue
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from groupwise.engines.ranks import Ranks
+from groupwise.engines.shards import Sharded
+from groupwise.engines.steps import AVERAGES, UNREADABLE, Steps
+from groupwise.errors import CheckpointError
+
+State = dict[str, Any]
+"""Tensors by name, nested, and plain values."""
+
+
+def training_state(model: Sharded, steps: Steps) -> State:
+    """What is trained, AdamW's averages of it and the number of updates, not copied."""
+    weights, averages = dict(model.trained()), steps.averages()
+    of_weights = {name: {of: one[name] for of, one in zip(weights, averages, strict=True)} for name in AVERAGES}
+    return {"weights": weights, "updates": steps.updates, **of_weights}
+
+
+def resume(steps: Steps, state: State) -> None:
+    """Have the optimizer continue from a state that was read."""
+    steps.resume(state["updates"], [{name: state[name][of] for name in AVERAGES} for of in state["weights"]])
+
+
+class Copies:
+    """Copies of a state, from the moment that they keep to the disk."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._cpus = init_device_mesh("cpu", (ranks.size,))
+        self._waiting: Queue[tuple[int, State]] = Queue()
+        self.taken = 0
+        """How many, which is the number of the last one."""
+
+    def take(self, state: State) -> None:
+        """Copy this rank's shards; each rank has to."""
+        self.taken += 1
+        self._waiting.put((self.taken, _copied(state, self._cpus)))
+
+    def write(self, number: int, path: Path) -> None:
+        """Write the copy of this number, with all ranks, from the thread of the background calls.
+
+        Raises:
+            CheckpointError: see `write_state`.
+        """
+        found, state = self._waiting.get()  # rank 0 may write while this rank is still copying
+        while found < number:  # that one was never written
+            found, state = self._waiting.get()
+        write_state(path, state, self._ranks.background.group)
+
+
+def write_state(path: Path, state: State, group: Any) -> None:
+    """Write the shards of all ranks of the group into one folder, with torch's distributed checkpoint.
+
+    Raises:
+        CheckpointError: on every rank: one cannot write, or does not see the folder, or a weight is not finite.
+    """
+    problems = [
+        f"the weight {name} is not finite, so it is not saved"
+        for name, tensor in state["weights"].items()
+        if not bool(tensor.to_local().isfinite().all())
+    ]
+    if not path.is_dir():  # torch would make one there, and each machine would have a part of the checkpoint
+        problems.append(
+            f"a rank on {socket.gethostname()} does not see that folder: choose one on a file system that all machines "
+            "share, with output=DIR"
+        )
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, problems, group=group)
+    if said := sorted({problem for of_rank in found for problem in of_rank}):
+        raise CheckpointError(f"{path}: {said[0]}")
+    try:
+        save(state, checkpoint_id=path, process_group=group)
+    except CheckpointException as error:
+        raise CheckpointError(f"{path}: cannot be written: {_first(error)}") from error
+
+
+def names_in(path: Path) -> set[str]:
+    """The first part of the names of what a distributed checkpoint holds.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    try:
+        metadata: Metadata = FileSystemReader(path).read_metadata()
+    except (*UNREADABLE, EOFError) as error:
+        raise CheckpointError(f"{path}: not a complete checkpoint of engine.learner: fsdp: {error!r}") from error
+    return {name.split(".")[0] for name in metadata.state_dict_metadata}
+
+
+def read_state(path: Path, state: State) -> None:
+    """Fill the tensors and replace the plain values of a state from what was written, by however many ranks.
+
+    Raises:
+        CheckpointError: on every rank: a file is missing or damaged, or is that of another model.
+    """
+    try:
+        with torch.no_grad():
+            load(state, checkpoint_id=path)
+    except (CheckpointException, *UNREADABLE) as error:
+        raise CheckpointError(f"{path}: not a checkpoint of this model, or damaged: {_first(error)}") from error
+
+
+def _first(error: BaseException) -> str:
+    """One rank's problem stands for all."""
+    failures = list(error.failures.values()) if isinstance(error, CheckpointException) else []
+    return repr(failures[0][0] if failures else error)
+
+
+def _copied(value: Any, mesh: DeviceMesh) -> Any:
+    """The same with every shard copied to the CPU; the mesh is one of CPUs."""
+    if isinstance(value, Mapping):
+        return {name: _copied(inner, mesh) for name, inner in cast("Mapping[str, Any]", value).items()}
+    if not isinstance(value, DTensor):
+        return value
+    local = value.to_local().detach().to("cpu", copy=True)
+    return DTensor.from_local(
+        local, mesh, value.placements, run_check=False, shape=value.shape, stride=cast("Any", value).stride()
+    )
