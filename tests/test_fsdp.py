@@ -112,6 +112,17 @@ def test_a_critic_gathered_in_bfloat16_computes_what_autocast_does(found: dict[s
     assert found["critic mixed"]["weights"] < 2 * ranked.UPDATES * ranked.OPTIMIZER.learning_rate
 
 
+def test_a_value_head_is_not_rounded_with_the_layers() -> None:
+    case = ranked.CRITICS["critic mixed"]
+
+    def values(critic: Any) -> torch.Tensor:
+        ranked.judged(critic, case, range(2))
+        return critic.values(ranked.made_batch(ranked.algorithm_of(case), 99, case))
+
+    found = alone(ranked.split_critic, case, values)
+    assert (found != found.bfloat16()).sum() > found.count_nonzero() / 2
+
+
 @pytest.mark.slow
 def test_a_critics_update_that_is_not_finite_is_refused_and_few_rows_are_enough(found: dict[str, Any]) -> None:
     refused = found["critic refused"]
@@ -308,3 +319,4 @@ def test_a_rank_needs_a_part_of_the_memory_and_room_for_a_copy_to_sample_with(tm
     weights = sum(parameter.numel() * 4 for parameter in model.parameters())
     assert memory_of(model, torch.float32, **shape).fixed == 5 * weights
     assert memory_of(model, torch.float32, **shape, ranks=5).fixed == 2 * weights
+    assert memory_of(model, torch.float32, **{**shape, "critic": True}, ranks=3).fixed == 4 * weights
