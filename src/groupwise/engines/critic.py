@@ -102,7 +102,7 @@ def put_value_head(model: PreTrainedModel) -> nn.Linear:
 def estimates(forward: Forward, part: Batch) -> Tensor:
     """float[B, T]: the values of a model with a value head; 0 where `loss_mask` is False.  At least float32."""
     head = cast(nn.Linear, forward.model.get_output_embeddings())
-    values = head(forward.states(part).to(head.weight.dtype)).squeeze(-1)
+    values = head(forward.states(part)).squeeze(-1)
     return at_tokens(part.loss_mask, values.to(torch.promote_types(values.dtype, torch.float32)))
 
 

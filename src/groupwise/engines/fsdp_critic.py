@@ -46,11 +46,11 @@ class FsdpCritic:
             optimizer: AdamW and its schedule.
             microbatch_tokens: most tokens, padding included, in one forward pass of a rank.
             total_updates: optimizer steps over which the schedule falls to 0.
-            mixed: gather the layers and take their products in bfloat16; the value head and all else stay float32.
+            mixed: gather the layers and take their products in bfloat16; shards, gradients and all else stay float32.
         """
         self.ranks, self._microbatch_tokens = ranks, microbatch_tokens
         put_value_head(model)
-        self._model = Sharded(Forward(model, mixed), ranks, exact_head=True)
+        self._model = Sharded(Forward(model, mixed), ranks)
         self._estimates = partial(estimates, self._model.forward)
         self._steps = Steps(self._model.parameters.values(), optimizer, total_updates)
         self._copies = Copies(ranks)

@@ -29,13 +29,11 @@ T = TypeVar("T")
 class Sharded:
     """A model whose parameters are split over the ranks, and how it runs over a batch."""
 
-    def __init__(self, whole: Forward, ranks: Ranks, *, exact_head: bool = False) -> None:
+    def __init__(self, whole: Forward, ranks: Ranks) -> None:
         """
         Args:
             whole: a model that every rank has; it stays as it is, and none of its parameters is copied whole.
             ranks: this one among all.
-            exact_head: gather the head as it is, even where the rest is gathered in bfloat16; it is then called inside
-                `run` alone.
         """
         self._ranks, self._pair_cost = ranks, pair_cost(whole.model)
         whole.check()  # while a failed forward pass is still harmless
@@ -47,12 +45,9 @@ class Sharded:
         self._root = _Root(model)
         # Layers are cast when they are gathered; the residual stream between them stays what it is, as under autocast.
         half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        exact = MixedPrecisionPolicy(cast_forward_inputs=False)
-        precision = half if whole.mixed else exact
+        precision = half if whole.mixed else MixedPrecisionPolicy(cast_forward_inputs=False)
         for layer in _layers(model):
             fully_shard(layer, mesh=mesh, mp_policy=precision)
-        if exact_head:
-            fully_shard(cast(nn.Module, model.get_output_embeddings()), mesh=mesh, mp_policy=exact)
         # Embeddings, last norm and head stay whole after a forward pass: the head works between it and the backward.
         fully_shard(self._root, mesh=mesh, reshard_after_forward=False)
         for module in self._root.modules():
