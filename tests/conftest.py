@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 # Read by the libraries when they are imported, so before anything else.
@@ -18,6 +19,8 @@ import pytest
 import torch
 from hypothesis import settings
 from toys import toy_folder, toy_rows
+
+from groupwise.rewards import workers_end
 
 # The models of the tests are too small to share between threads: one is faster, and sums have one order.
 torch.set_num_threads(1)
@@ -36,7 +39,14 @@ def seeded() -> None:
 
 
 @pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_nursery() -> Iterator[None]:
+    """The runs of a file share the processes that call rewards: to start them takes longer than to train a toy."""
+    with workers_end():
+        yield
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory, one_nursery: None) -> Path:
     """A folder with the model/ and the rows.jsonl of the toy task, for the tests of a file to read."""
     folder = tmp_path_factory.mktemp("toys")
     toy_folder(folder / "model")

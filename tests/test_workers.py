@@ -243,6 +243,23 @@ def test_a_reward_in_a_worker_may_stop_the_run_on_purpose(tmp_path: Path) -> Non
         scored(as_rewards(f"{tmp_path / 'strict.py'}:f"), ["a"])
 
 
+def test_workers_stay_until_the_last_who_holds_them_lets_go() -> None:
+    """So runs inside one `workers_end` share their workers, each of which ends them when it is alone."""
+    workers, (reward,) = Workers(1), limited(faults.process)
+
+    def worker() -> float:
+        return ask(workers, reward, ["a"])[0].value
+
+    try:
+        with workers.hold():
+            with workers.hold():
+                first = worker()
+            assert worker() == first
+        assert worker() != first
+    finally:
+        workers.close()
+
+
 def test_a_nursery_that_is_killed_is_started_again() -> None:
     workers = Workers(2)
     try:

@@ -115,6 +115,8 @@ class Workers:
         self._late: set[str] = set()
         """Keys of those that start threads when they are imported, so that only workers may import them."""
         self._lock = threading.RLock()
+        self._holders = 0
+        """How many `hold` them at the moment."""
 
     def ask(self, questions: Sequence[Question]) -> list[list[Verdict]]:
         """The verdicts on the rollouts of each question, in order.
@@ -145,6 +147,19 @@ class Workers:
             for reward in rewards:
                 if self._data(reward) is not None:
                     self._ready(reward)
+
+    @contextmanager
+    def hold(self) -> Generator[None]:
+        """Close them at its end, unless someone else still holds them."""
+        with self._lock:
+            self._holders += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holders -= 1
+                if not self._holders:
+                    self.close()
 
     def close(self) -> None:
         """End all workers; the next question starts new ones."""
@@ -342,11 +357,12 @@ def load(rewards: Sequence[Reward]) -> None:
 
 @contextmanager
 def workers_end() -> Generator[None]:
-    """Ends the workers of this process afterwards; without it they stay until the process ends."""
-    try:
+    """Ends the workers of this process afterwards; without it they stay until the process ends.
+
+    Around several trainings it lets them share their workers: the outermost one ends them.
+    """
+    with _SHARED[-1].hold():
         yield
-    finally:
-        _SHARED[-1].close()
 
 
 atexit.register(lambda: _SHARED[-1].close())
