@@ -5,6 +5,8 @@ READY := .venv/.ready
 VLLM := .venv-vllm/.ready
 ARGS ?=
 PYTEST_ARGS ?=
+# A file of tests stays in one process: what its tests share is made once, and they run one after the other.
+SHARED_OUT := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help quickstart test test-vllm check fix bench bench-self docs
 .DEFAULT_GOAL := help
@@ -15,8 +17,8 @@ help: ## this list
 quickstart: $(READY) ## build a small model, improve it by RL, show before and after (ARGS='--seed 1 --json')
 	$(BIN)/groupwise quickstart $(ARGS)
 
-test: $(READY) ## the whole test suite, slow tests included (PYTEST_ARGS='-m "not slow"' for less)
-	$(BIN)/pytest $(PYTEST_ARGS)
+test: $(READY) ## the whole test suite, slow tests included (PYTEST_ARGS='-m "not slow"' for less, -n0 for one process)
+	$(BIN)/pytest $(SHARED_OUT) $(PYTEST_ARGS)
 
 test-vllm: $(READY) $(VLLM) ## the tests with a real vLLM server, which gets an environment of its own (2 GB)
 	GROUPWISE_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest tests/test_vllm.py $(PYTEST_ARGS)
