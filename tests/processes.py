@@ -1,10 +1,21 @@
-"""Whether processes live, from /proc."""
+"""Other processes: a Python with what it needs of groupwise alone, and from /proc whether it lives."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from groupwise.rewards import nursery
+
+LIGHT = f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("nursery", {nursery.__file__!r})
+nursery = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(nursery)
+nursery.without_torch()
+"""
+"""At the top of a program: it then imports of groupwise what it names, as a worker does; four seconds less for each."""
 
 
 def wait_until(done: Callable[[], bool]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import LIGHT
 from rich.console import Console
 from toy_reward import starts_low
 from toys import final_bytes, metrics, sampled, terminal, toy_config
@@ -127,7 +128,7 @@ def test_when_every_checkpoint_is_damaged_nothing_is_touched(ended: Path) -> Non
 
 def test_a_folder_in_which_another_process_is_training_is_left_alone(ended: Path) -> None:
     hold = (
-        "import pathlib, sys, time\nfrom groupwise.files import alone\n"
+        f"{LIGHT}\nimport pathlib, sys, time\nfrom groupwise.files import alone\n"
         "with alone(pathlib.Path(sys.argv[1])):\n    print(1, flush=True)\n    time.sleep(99)"
     )
     with subprocess.Popen([sys.executable, "-c", hold, str(ended)], stdout=subprocess.PIPE) as other:

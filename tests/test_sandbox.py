@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from bwrap import NEEDS_BWRAP
+from processes import LIGHT
 
 from groupwise.errors import RewardError
 from groupwise.rewards import bubblewrap, sandbox, workers_end
@@ -401,7 +402,7 @@ def test_children_left_in_the_background_end_with_the_program() -> None:
 
 def test_when_the_trainer_is_killed_its_sandboxes_end() -> None:
     word = f"groupwise-{uuid.uuid4()}"  # in the sandbox's command line: a folder that bubblewrap makes
-    script = f"""
+    script = f"""{LIGHT}
 import time
 import groupwise.rewards.bubblewrap as b
 from groupwise.rewards.sandbox import Limits, running
