@@ -26,8 +26,9 @@ OPTIMIZER_BYTES = 48
 """Read and written for each trained float32 weight: its norm and clipping, AdamW's averages, zeroing."""
 
 
-SPLIT = 1.25
-"""Small memory that the C library holds for what is used of it; this and the next as `benchmarks/plan.py` found."""
+SPLIT, SPLIT_WITH_ADAPTER = 1.25, 1.6
+"""Small memory that the C library holds for what is used of it, more where an adapter's many tensors lie between; these
+and the next as `benchmarks/plan.py` found."""
 LIBRARIES = 95 * 2**20
 """What torch and pyarrow take once products are multiplied and rollouts are written."""
 
@@ -58,11 +59,11 @@ class LocalStep:
         """
         memory, small = self.memory, max(heap.most_small for heap in self.heaps.values())
         large = sum(size for size in self.copied if size >= MAPPED_BYTES)
-        there = memory.resting + memory.copies * memory.saves_meanwhile + round(SPLIT * small) + LIBRARIES
+        there = memory.resting + LIBRARIES
+        split = SPLIT_WITH_ADAPTER if memory.adapted else SPLIT
         # Copies of small weights lie where activations were; the largest weight is once more in the file's buffer.
-        saving = (
-            memory.resting + round(SPLIT * max(small, memory.copies - large)) + large + max(self.copied) + LIBRARIES
-        )
+        saving = there + round(split * max(small, memory.copies - large)) + large + max(self.copied)
+        there += memory.copies * memory.saves_meanwhile + round(split * small)
         return {**{name: there + heap.most_large for name, heap in self.heaps.items()}, "checkpoint": saving}
 
 
