@@ -24,6 +24,7 @@ from groupwise.advantages import (
     Whiten,
 )
 from groupwise.algorithms import Algorithm
+from groupwise.batching import structurally_kept, weigh
 from groupwise.losses import (
     Cispo,
     Clip,
@@ -264,5 +265,5 @@ def padded(rows: list[list[float]], width: int) -> torch.Tensor:
 
 def whole_batch(chosen: Algorithm, result: list[Rollout]) -> Batch:
     """All completions as one optimizer step in float64, dead rows kept so that every gradient can be compared."""
-    kept = chosen._structurally_kept(result)
-    return chosen._weigh(kept, collate(kept, torch.float64))
+    kept = structurally_kept(chosen, result)
+    return weigh(chosen, kept, collate(kept, torch.float64))

@@ -33,8 +33,8 @@ from groupwise.engines.steps import Steps
 from groupwise.log import RunLog
 
 # By name, for the package has functions of the same names.
-BUILD, FILES, LOG, ROLLOUT, TRAIN = (
-    importlib.import_module(f"groupwise.{name}") for name in ("build", "files", "log", "rollout", "train")
+BUILD, FILES, JOURNAL, ROLLOUT, TRAIN = (
+    importlib.import_module(f"groupwise.{name}") for name in ("build", "files", "journal", "rollout", "train")
 )
 
 MOMENTS: Mapping[str, tuple[Any, str, str]] = {
@@ -50,7 +50,7 @@ MOMENTS: Mapping[str, tuple[Any, str, str]] = {
     "saving": (FILES, "_fingerprint", "before"),
     "saved": (Checkpoints, "_write", "after"),
     "logging": (RunLog, "_write", "after"),
-    "metrics": (LOG, "append", "half"),
+    "metrics": (JOURNAL, "append", "half"),
     "logged": (RunLog, "step", "after"),
     "evaluating": (BUILD, "evaluate", "after"),
     "exporting": (TRAIN, "save_model", "after"),

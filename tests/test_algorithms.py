@@ -26,7 +26,9 @@ from groupwise.advantages import (
     normalise,
     of_group,
 )
-from groupwise.algorithms import Algorithm, cautions
+from groupwise.algorithms import Algorithm
+from groupwise.batching import weigh
+from groupwise.combinations import cautions
 from groupwise.losses import (
     Cispo,
     Clip,
@@ -221,7 +223,7 @@ def test_leaving_out_dead_rows_is_exact() -> None:
     credited = algorithm.credit(some_rollouts())
     pruned = list(algorithm.batches(credited, 1, torch.float64))
     kept = [r for r in credited if r.valid]
-    whole = algorithm._weigh(kept, collate(kept, torch.float64))
+    whole = weigh(algorithm, kept, collate(kept, torch.float64))
     assert len(pruned[0]) < len(whole)
     one, other = step_gradient(algorithm, pruned), step_gradient(algorithm, [whole])
     np.testing.assert_allclose(one[0], other[0], **EXACT)

@@ -166,7 +166,7 @@ def test_a_full_disk_while_saving_names_the_last_good_state(
     same(folder, whole)
 
 
-@pytest.mark.parametrize("name", ["write_whole", "append"])
+@pytest.mark.parametrize("name", ["completions.write_whole", "journal.append"])
 def test_a_full_disk_while_logging_is_said_too(
     name: str, toys: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +180,7 @@ def test_a_full_disk_while_logging_is_said_too(
             full()
 
     with monkeypatch.context() as patch:
-        at_call(patch, RunLog, "step", 4, lambda: patch.setattr(f"groupwise.log.{name}", broken))
+        at_call(patch, RunLog, "step", 4, lambda: patch.setattr(f"groupwise.{name}", broken))
         with pytest.raises(CheckpointError, match=r"No space left on device; .*step-00002; mend this"):
             train(config_of(toys, folder), console=Console(quiet=True))
     resume(folder)

@@ -22,17 +22,18 @@ FLOORS = (
     | {"demands", "meeting", "schema", "trees"},
     {"advantages", "shaping", "weights", "losses", "penalties", "model", "model_files", "resources", "head"}
     | {"adapters", "folding", "lean", "decoding", "drawing", "attention", "packing", "guards", "pending"}
-    | {"statistics"},
-    {"algorithms", "presets", "chat", "engines"}
+    | {"statistics", "groups"},
+    {"formula", "crediting", "batching", "objective", "combinations", "algorithms", "presets", "chat", "engines"}
+    | {"metrics"}
     | {"trackers", "trackers.tensorboard", "trackers.wandb", "trackers.trackio"},
-    {"rollout", "tasks", "columns", "data", "rewards", "checkpoint", "surplus"}
+    {"rollout", "tasks", "columns", "data", "rewards", "checkpoint", "surplus", "completions", "journal"}
     | {f"engines.{name}" for name in ("local", "local_sampler", "local_learner", "critic", "steps", "fake")}
     | {f"engines.{name}" for name in ("fsdp", "fsdp_critic", "ranks", "reference", "shards", "shard_files")}
     | {f"engines.{name}" for name in ("ray", "cluster", "pool", "actors")}
     | {f"engines.{name}" for name in ("vllm", "vllm_sampler", "vllm_server", "vllm_weights")}
     | {f"engines.vllm_side.{name}" for name in ("groupwise_worker", "groupwise_watch")},
-    {"train", "experience", "build", "checks", "settling", "evaluate", "log", "config", "curriculum", "explain"}
-    | {"cautions", "footprint"}
+    {"train", "experience", "build", "checks", "cautions", "settling", "evaluate", "log", "terminal", "config"}
+    | {"curriculum", "explain", "footprint"}
     | {"report", "report.completions", "report.data", "report.watch"}
     | {"compare", *(f"compare.{name}" for name in ("stored", "opinions", "policy", "tables"))}
     | {"diagnosis", *(f"diagnosis.{name}" for name in ("evidence", "findings", *DIAGNOSIS_RULES))},
@@ -53,6 +54,7 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "launch": {"interrupt", "meeting"},
     "meeting": {"errors"},
     "shaping": {"advantages"},
+    "groups": {"advantages"},
     "penalties": {"losses"},
     "weights": {"losses"},
     "head": {"model"},
@@ -74,11 +76,14 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
     "engines.ray": {"engines.actors", "engines.cluster", "engines.local", "engines.pool"},
     "packing": {"attention", "model"},
     "model": {"model_files"},
+    **{stage: {"formula"} for stage in ("crediting", "batching", "objective", "combinations")},
+    "algorithms": {"formula", "crediting", "batching", "objective", "combinations"},
     "presets": {"algorithms"},
     "tasks": {"rewards"},
     "data": {"columns", "rewards", "tasks"},
     "rollout": {"tasks", "rewards"},
-    "log": {"evaluate", "diagnosis"},
+    "terminal": {"evaluate", "diagnosis"},
+    "log": {"evaluate", "diagnosis", "terminal"},
     "config": {"curriculum"},
     "diagnosis.evidence": {"config"},
     "diagnosis.findings": {"diagnosis.evidence"},

@@ -10,6 +10,7 @@ import pytest
 import torch
 from golden import PROMPT, algorithm, credited, golden_cases, golden_files, padded, whole_batch
 
+from groupwise.batching import structurally_kept
 from groupwise.presets import PRESETS
 from groupwise.shaping import (
     KimiLength,
@@ -42,7 +43,7 @@ def test_golden(expected: Case, fixture: Case, axes: Case) -> None:
         assert_ragged([r.advantages[PROMPT:].tolist() for r in rollouts], expected["advantage_per_token"])
 
     batch = whole_batch(chosen, rollouts)
-    kept = chosen._structurally_kept(rollouts)
+    kept = structurally_kept(chosen, rollouts)
     rows = [i for i, rollout in enumerate(rollouts) if any(rollout is other for other in kept)]
     new = padded(fixture["logp_new"], max(lengths) + PROMPT).requires_grad_()
     entropy = padded(fixture.get("entropy", fixture["logp_new"]), max(lengths) + PROMPT)

@@ -21,8 +21,8 @@ from toys import toy_config, toy_folder, toy_rows
 from typer.testing import CliRunner
 
 from groupwise.cli import app
+from groupwise.completions import table
 from groupwise.errors import CheckpointError, ConfigError
-from groupwise.log import table
 from groupwise.report import write_report
 from groupwise.report.completions import Digest, choose, digest, question, whole_groups
 from groupwise.report.data import MOST_POINTS, RunFolder, duration, groups_to_show, overview

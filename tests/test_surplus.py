@@ -12,12 +12,12 @@ import pytest
 from models import tiny_tokenizer
 from toys import toy_config, toy_folder, toy_rows
 
-from groupwise.algorithms import zero_variance
 from groupwise.build import Parts
 from groupwise.chat import Chat
 from groupwise.engines.fake import RecordingLearner, ScriptedSampler
 from groupwise.errors import CheckpointError
 from groupwise.experience import experience
+from groupwise.groups import zero_variance
 from groupwise.records import Rollout
 from groupwise.rewards import as_rewards
 from groupwise.surplus import Surplus

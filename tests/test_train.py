@@ -30,7 +30,6 @@ from toys import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from groupwise.algorithms import zero_variance
 from groupwise.build import Parts, build, fresh_folder, load_sampler
 from groupwise.cautions import cautions
 from groupwise.chat import Chat
@@ -39,7 +38,9 @@ from groupwise.config import Config, Engine
 from groupwise.engines import Request, Sampling
 from groupwise.engines.fake import RecordingLearner, ScriptedSampler
 from groupwise.errors import CheckpointError, ConfigError, DataError, NumericalError, RewardError
-from groupwise.log import RunLog, peak_memory
+from groupwise.groups import zero_variance
+from groupwise.log import RunLog
+from groupwise.metrics import peak_memory
 from groupwise.presets import PRESETS
 from groupwise.records import Rollout
 from groupwise.rewards import as_rewards

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from groupwise import algorithms, demands
+from groupwise import combinations, demands
 from groupwise.config import Config, Evaluation
 from groupwise.demands import Remarks
 from groupwise.losses import Reinforce
@@ -18,7 +18,7 @@ LOWEST_TEMPERATURE = 0.1
 def cautions(config: Config) -> list[str]:
     """What will run, but is rarely meant or has no effect."""
     found = (
-        *algorithms.cautions(config.algorithm),
+        *combinations.cautions(config.algorithm),
         *_of_the_algorithm(config),
         *_of_sampling(config),
         *_of_the_schedule(config),

@@ -23,6 +23,7 @@ from groupwise.columns import maker
 from groupwise.config import Config
 from groupwise.data import load_task
 from groupwise.errors import ConfigError
+from groupwise.groups import by_group
 from groupwise.records import Rollout
 from groupwise.rewards import PASSED, Reward, check_rewards, made_up, reference_answer, score, workers_end
 from groupwise.rollout import play
@@ -285,10 +286,9 @@ def _agreement(
 
 
 def _samples(rollouts: Sequence[Rollout]) -> Samples:
-    groups: dict[int, list[float]] = {rollout.group: [] for rollout in rollouts}
-    for rollout in rollouts:
-        if rollout.valid:
-            groups[rollout.group].append(rollout.reward)
+    groups = {
+        group: [rollout.reward for rollout in members if rollout.valid] for group, members in by_group(rollouts).items()
+    }
     titles = dict.fromkeys(title for rollout in rollouts for title in rollout.rewards)
     values = {title: [r.rewards[title] for r in rollouts if not math.isnan(r.rewards[title])] for title in titles}
     return Samples(

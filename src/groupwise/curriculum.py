@@ -17,6 +17,7 @@ from pydantic import Field
 
 from groupwise.engines import Snapshot
 from groupwise.files import write_whole
+from groupwise.groups import by_group
 from groupwise.records import Rollout
 from groupwise.rewards import PASSED
 from groupwise.seeding import generator, key
@@ -57,11 +58,7 @@ class History:
     def record(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """Take note of the groups of a step; a group without a valid rollout says nothing."""
         headline = self.task.rewards[0].title
-        groups: dict[int, list[Rollout]] = {}
-        for rollout in rollouts:
-            if rollout.valid:
-                groups.setdefault(rollout.group, []).append(rollout)
-        for group in groups.values():
+        for group in by_group(rollout for rollout in rollouts if rollout.valid).values():
             name = self._name(group[0].example)
             before = self.seen.get(name, Seen(visits=0, last=step, rate=-1.0, streak=0))
             rate = sum(rollout.rewards[headline] > PASSED for rollout in group) / len(group)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 
 from groupwise.ahead import in_advance
-from groupwise.algorithms import zero_variance
 from groupwise.build import Parts
 from groupwise.config import Config
+from groupwise.groups import by_group, informative
 from groupwise.records import Rollout
 from groupwise.rollout import play
 from groupwise.seeding import generator
@@ -62,6 +62,22 @@ def _against_greedy(rollout: Rollout, greedy: Rollout) -> Rollout:
     return dataclasses.replace(rollout, valid=False, problem=problem)
 
 
+class _Gathered:
+    """The groups of a step as they come, numbered on from each other; whether one can teach is looked at once."""
+
+    def __init__(self, rollouts: Sequence[Rollout]) -> None:
+        self.groups: list[list[Rollout]] = []
+        self.informative: list[list[Rollout]] = []
+        self.add(rollouts)
+
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        for members in by_group(rollouts).values():
+            group = [dataclasses.replace(rollout, group=len(self.groups)) for rollout in members]
+            self.groups.append(group)
+            if informative(group):
+                self.informative.append(group)
+
+
 def _fill_with_informative_groups(config: Config, parts: Parts, step: int, rollouts: list[Rollout]) -> list[Rollout]:
     """DAPO's dynamic sampling (arXiv:2503.14476): draw more prompts until `prompts_per_step` groups can teach.
 
@@ -69,33 +85,20 @@ def _fill_with_informative_groups(config: Config, parts: Parts, step: int, rollo
     could teach so far, `sampling_rounds` times at most.  Groups that cannot teach are kept for the metrics;
     `Algorithm.batches` leaves them out.  Informative groups beyond the number wanted are left to the next step.
     """
-    wanted, surplus = config.prompts_per_step, parts.surplus or Surplus()
-    for group in surplus.groups[: wanted - len(_informative_groups(rollouts))]:
-        rollouts = _joined(rollouts, group)
+    wanted, surplus, gathered = config.prompts_per_step, parts.surplus or Surplus(), _Gathered(rollouts)
+    for group in surplus.groups[: wanted - len(gathered.informative)]:
+        gathered.add(group)
     drawn = wanted
     for draw in range(1, config.sampling_rounds):
-        informative = _informative_groups(rollouts)
-        missing = wanted - len(informative)
+        missing = wanted - len(gathered.informative)
         if missing <= 0:
             break
-        more = math.ceil(missing * drawn / max(len(informative), 1))
+        more = math.ceil(missing * drawn / max(len(gathered.informative), 1))
         order = generator(config.seed, "more prompts", step, draw).permutation(len(parts.task.rows))
         rows = order[: min(more, wanted)].tolist()
-        rollouts = _joined(rollouts, _play(config, parts, rows, step, draw))
+        gathered.add(_play(config, parts, rows, step, draw))
         drawn += len(rows)
-    beyond = _informative_groups(rollouts)[wanted:]
-    surplus.leave([[rollout for rollout in rollouts if rollout.group == group] for group in beyond])
-    return [rollout for rollout in rollouts if rollout.group not in set(beyond)]
-
-
-def _joined(rollouts: list[Rollout], more: Sequence[Rollout]) -> list[Rollout]:
-    """More groups behind others, numbered on from them."""
-    first = max(rollout.group for rollout in rollouts) + 1
-    numbers = {group: first + i for i, group in enumerate(dict.fromkeys(rollout.group for rollout in more))}
-    return rollouts + [dataclasses.replace(rollout, group=numbers[rollout.group]) for rollout in more]
-
-
-def _informative_groups(rollouts: Sequence[Rollout]) -> list[int]:
-    valid = [rollout for rollout in rollouts if rollout.valid]
-    dull = zero_variance(valid)
-    return list(dict.fromkeys(rollout.group for rollout, flat in zip(valid, dull, strict=True) if not flat))
+    beyond = gathered.informative[wanted:]
+    surplus.leave(beyond)
+    left = {group[0].group for group in beyond}
+    return [rollout for number, group in enumerate(gathered.groups) if number not in left for rollout in group]

@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from groupwise.advantages import Array, ReturnToGo
-from groupwise.algorithms import Algorithm, cautions
+from groupwise.algorithms import Algorithm
+from groupwise.combinations import cautions
 from groupwise.errors import ConfigError
 from groupwise.losses import RatioLevel, Reinforce
 from groupwise.presets import ABOUT
@@ -47,8 +48,7 @@ LEGEND = (
 def equations(a: Algorithm) -> list[tuple[str, str]]:
     """The objective as (symbol, what it is), from the loss down to its parts; `r ←` changes what stands above."""
     at = "" if a.kl is None else a.kl.placement
-    kl = 0.0 if a.kl is None else a.kl.coef
-    token_kl = a.reward_kl_coef + (kl if at == "reward_token" else 0.0)
+    token_kl = a.token_kl_coef
     plain = a.supervision == "outcome" and a.credit_over_time == ReturnToGo() and not token_kl
     z = "A" if plain else "z"
     whiten = {a.whiten.level: formula_of(a.whiten)} if a.whiten is not None else {}
@@ -61,7 +61,7 @@ def equations(a: Algorithm) -> list[tuple[str, str]]:
         ("ρ", "" if isinstance(a.surrogate, Reinforce) else ratio),
         ("r ←", "r − reward of the greedy completion" if a.greedy_baseline else ""),
         ("r ←", f"r + s,  s = {formula_of(a.shaping)}" if a.shaping is not None else ""),
-        ("r ←", f"r − {kl:g} Σ_t log(π_old / π_ref)" if at == "reward_sequence" else ""),
+        ("r ←", f"r − {a.sequence_kl_coef:g} Σ_t log(π_old / π_ref)" if at == "reward_sequence" else ""),
         (z, _normalised(a)),
         (f"{z} ←", _clipped(z, a.reward_clip)),
         (f"{z} ←", whiten.get("sample", "").replace("A", z)),

@@ -73,6 +73,12 @@ def append(path: Path, line: str) -> None:
         os.fsync(file.fileno())
 
 
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file that others append to, none where there is no file; the last may not be whole yet."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return [line for line in lines if line.endswith("\n")]
+
+
 @contextlib.contextmanager
 def whole_folder(target: Path) -> Generator[Path]:
     """A new folder to fill, which gets a manifest and then takes the place of `target`.

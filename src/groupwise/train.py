@@ -25,6 +25,7 @@ from groupwise.errors import CheckpointError, EngineError, LearnerLostError, Num
 from groupwise.evaluate import Scores
 from groupwise.experience import experience
 from groupwise.files import alone, damage, whole_folder, write_whole
+from groupwise.groups import by_group
 from groupwise.guards import blaming, cause, poisoned
 from groupwise.interrupt import Stop, Stopped
 from groupwise.log import RunLog, new_folder
@@ -166,10 +167,8 @@ def annotate(
 
 def look_back(rollouts: Sequence[Rollout], learner: Learner) -> list[Rollout]:
     """Fill in `new_logprobs`, after the updates, of the group whose rewards differ most: a single one costs little."""
-    rewards: dict[int, list[float]] = {}
-    for rollout in rollouts:
-        if rollout.valid:
-            rewards.setdefault(rollout.group, []).append(rollout.reward)
+    groups = by_group(rollout for rollout in rollouts if rollout.valid)
+    rewards = {group: [rollout.reward for rollout in members] for group, members in groups.items()}
     group = max(rewards, key=lambda group: max(rewards[group]) - min(rewards[group]))
     batch = collate([rollout for rollout in rollouts if rollout.group == group])
     rows = iter(learner.logprobs(batch).numpy())

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from groupwise.errors import CheckpointError
+from groupwise.files import whole_lines
 from groupwise.trees import read_yaml
 
 NEWEST = 3
@@ -98,7 +99,7 @@ def read_run(folder: Path) -> Evidence:
     """
     if not (folder / "config.yaml").is_file():
         raise CheckpointError(f"{folder}: holds no run; name the folder that `groupwise train` printed")
-    records = list(_records(folder / "metrics.jsonl"))
+    records: list[dict[str, float | None]] = [json.loads(line) for line in whole_lines(folder / "metrics.jsonl")]
     files = sorted(folder.glob("rollouts/step-*.parquet"))
     read = dict.fromkeys([*files[:1], *files[-NEWEST:]])
     return Evidence(
@@ -107,11 +108,6 @@ def read_run(folder: Path) -> Evidence:
         evaluations=[record for record in records if any(name.startswith("eval/") for name in record)],
         completions=[one for file in read for one in _completions(file)],
     )
-
-
-def _records(path: Path) -> Iterator[dict[str, float | None]]:
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return (json.loads(line) for line in lines if line.endswith("\n"))  # the last may not be whole yet
 
 
 def _completions(file: Path) -> Iterator[Sampled]:

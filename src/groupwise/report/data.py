@@ -18,6 +18,7 @@ from groupwise.config import Config
 from groupwise.diagnosis import diagnose, read_run
 from groupwise.errors import CheckpointError
 from groupwise.explain import LEGEND, differences, equations
+from groupwise.files import whole_lines
 from groupwise.presets import PRESETS
 from groupwise.report.completions import Digest, Floats, Json, choose, digest, question, rewards_of, step_of
 from groupwise.rewards import PASSED
@@ -85,9 +86,7 @@ class RunFolder:
 
     def records(self) -> list[Json]:
         """The lines of metrics.jsonl that are whole."""
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return [json.loads(line) for line in whole_lines(self.folder / "metrics.jsonl")]
 
 
 def overview(run: RunFolder) -> Json:
