@@ -25,7 +25,8 @@ from groupwise.errors import ConfigError, EngineError
 from groupwise.log import RunLog
 from groupwise.records import Rollout
 from groupwise.rewards import as_rewards
-from groupwise.tasks import Task, read_rows
+from groupwise.rows import read_rows
+from groupwise.tasks import Task
 from groupwise.train import annotate, train
 
 ONE, TWO, LOST_TWICE, LOST_OFTEN = (

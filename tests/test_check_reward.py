@@ -13,7 +13,8 @@ import pytest
 from toys import REWARD, toy_folder, toy_rows
 
 from groupwise import cli
-from groupwise.check_reward import FIXED, OTHER, REFERENCE, check_reward
+from groupwise.check_reward import check_reward
+from groupwise.probes import FIXED, OTHER, REFERENCE
 from groupwise.records import Rollout
 from groupwise.rewards import as_rewards, made_up, score
 from groupwise.tasks import Task

@@ -18,8 +18,9 @@ from groupwise.config import Config
 from groupwise.data import Data, hold_out, load_task, without_held_out
 from groupwise.errors import ConfigError, DataError
 from groupwise.rewards import as_rewards, made_up, reference_answer, score
+from groupwise.rows import read_rows
 from groupwise.slots import replace
-from groupwise.tasks import Task, check_prompts, normal_form, read_rows
+from groupwise.tasks import Task, check_prompts, normal_form
 from groupwise.train import build, train
 
 HERE = Path(__file__).parent / "data"

@@ -29,7 +29,8 @@ from groupwise.engines.local import load_policy
 from groupwise.engines.local_sampler import LocalSampler
 from groupwise.errors import CheckpointError, ConfigError, ModelError
 from groupwise.rewards import as_rewards
-from groupwise.tasks import Task, read_rows
+from groupwise.rows import read_rows
+from groupwise.tasks import Task
 from groupwise.train import train
 
 # -------------------------------------------------------------------------------------------------- runs that are built

@@ -20,10 +20,11 @@ import yaml
 from torch import Tensor
 from toys import toy_config, toy_folder, toy_rows
 
+from groupwise.about import ABOUT
 from groupwise.cli import app
 from groupwise.config import Config
 from groupwise.losses import LossInputs
-from groupwise.presets import ABOUT, PRESETS
+from groupwise.presets import PRESETS
 from groupwise.records import Rollout
 from groupwise.slots import load_code
 from groupwise.train import train

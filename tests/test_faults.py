@@ -31,7 +31,8 @@ from groupwise.errors import CheckpointError, ConfigError
 from groupwise.interrupt import Stop, seconds
 from groupwise.log import RunLog
 from groupwise.rewards import as_rewards
-from groupwise.tasks import Task, read_rows
+from groupwise.rows import read_rows
+from groupwise.tasks import Task
 from groupwise.train import Run, train
 
 

@@ -22,9 +22,9 @@ FLOORS = (
     | {"demands", "meeting", "schema", "trees"},
     {"advantages", "shaping", "weights", "losses", "penalties", "model", "model_files", "resources", "head"}
     | {"adapters", "folding", "lean", "decoding", "drawing", "attention", "packing", "guards", "pending"}
-    | {"statistics", "groups"},
+    | {"statistics", "groups", "rows"},
     {"formula", "crediting", "batching", "objective", "combinations", "algorithms", "presets", "chat", "engines"}
-    | {"metrics"}
+    | {"about", "metrics"}
     | {"trackers", "trackers.tensorboard", "trackers.wandb", "trackers.trackio"},
     {"rollout", "tasks", "columns", "data", "rewards", "checkpoint", "surplus", "completions", "journal"}
     | {f"engines.{name}" for name in ("local", "local_sampler", "local_learner", "critic", "steps", "fake")}
@@ -33,7 +33,7 @@ FLOORS = (
     | {f"engines.{name}" for name in ("vllm", "vllm_sampler", "vllm_server", "vllm_weights")}
     | {f"engines.vllm_side.{name}" for name in ("groupwise_worker", "groupwise_watch")},
     {"train", "experience", "build", "checks", "cautions", "settling", "evaluate", "log", "terminal", "config"}
-    | {"curriculum", "explain", "footprint"}
+    | {"curriculum", "explain", "footprint", "probes"}
     | {"report", "report.completions", "report.data", "report.watch"}
     | {"compare", *(f"compare.{name}" for name in ("stored", "opinions", "policy", "tables"))}
     | {"diagnosis", *(f"diagnosis.{name}" for name in ("evidence", "findings", *DIAGNOSIS_RULES))},

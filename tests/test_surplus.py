@@ -20,8 +20,9 @@ from groupwise.experience import experience
 from groupwise.groups import zero_variance
 from groupwise.records import Rollout
 from groupwise.rewards import as_rewards
+from groupwise.rows import read_rows
 from groupwise.surplus import Surplus
-from groupwise.tasks import Task, read_rows
+from groupwise.tasks import Task
 from groupwise.train import annotate
 
 

@@ -44,9 +44,10 @@ from groupwise.metrics import peak_memory
 from groupwise.presets import PRESETS
 from groupwise.records import Rollout
 from groupwise.rewards import as_rewards
+from groupwise.rows import read_rows
 from groupwise.seeding import key
 from groupwise.slots import replace
-from groupwise.tasks import Task, read_rows
+from groupwise.tasks import Task
 from groupwise.train import Run, experience, train
 
 RECORD = {

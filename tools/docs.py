@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import yaml
 
+from groupwise.about import ABOUT
 from groupwise.algorithms import Algorithm
 from groupwise.config import Config
 from groupwise.explain import LEGEND, equations
@@ -19,7 +20,7 @@ from groupwise.losses import LossInputs, Reinforce
 from groupwise.penalties import (
     KL,
 )
-from groupwise.presets import ABOUT, PRESETS
+from groupwise.presets import PRESETS
 from groupwise.schema import reference
 from groupwise.slots import Slot
 
@@ -56,7 +57,7 @@ def _table(*columns: str) -> list[str]:
 
 ALGORITHMS = f"""# Algorithms
 
-{_made_by("src/groupwise/presets.py")}
+{_made_by("src/groupwise/presets.py and about.py")}
 Every algorithm here is one value: a choice in each slot of
 
     L = − Σ w m c Φ(ρ, A)  +  β Σ w K  −  η Σ w H

@@ -50,6 +50,7 @@ from groupwise.penalties import (
 from groupwise.presets import CISPO, DAPO, DR_GRPO, GMPO, GRPO, GSPO, PRESETS, REINFORCE_PP, RLOO, SAPO
 from groupwise.records import Batch, Rollout, collate
 from groupwise.rewards import Reward, StepRewards
+from groupwise.rows import read_rows
 from groupwise.shaping import (
     CosineLength,
     KimiLength,
@@ -58,7 +59,7 @@ from groupwise.shaping import (
     StopProperly,
 )
 from groupwise.slots import replace
-from groupwise.tasks import Task, read_rows
+from groupwise.tasks import Task
 from groupwise.train import Run, train
 from groupwise.weights import (
     Decoupled,

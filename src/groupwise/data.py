@@ -16,8 +16,9 @@ from groupwise.columns import maker, with_columns
 from groupwise.errors import DataError
 from groupwise.rewards import Reward
 from groupwise.rewards.gym import PREFIX, gym_rows
+from groupwise.rows import read_rows
 from groupwise.slots import Slot
-from groupwise.tasks import LABEL, LongPrompts, Task, check_prompts, normal_form, read_rows, split_rows
+from groupwise.tasks import LABEL, LongPrompts, Task, check_prompts, normal_form, split_rows
 
 _LOG = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from groupwise.about import ABOUT
 from groupwise.advantages import Array, ReturnToGo
 from groupwise.algorithms import Algorithm
 from groupwise.combinations import cautions
 from groupwise.errors import ConfigError
 from groupwise.losses import RatioLevel, Reinforce
-from groupwise.presets import ABOUT
 from groupwise.records import Rollout
 from groupwise.slots import Slot, code_path, formula_of, replace
 
