@@ -15,13 +15,11 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from hashlib import sha256
 from multiprocessing.connection import wait
 from typing import Any
@@ -30,76 +28,17 @@ from groupwise.errors import RewardError
 from groupwise.rewards import nursery
 from groupwise.rewards.calls import Verdict, failed, is_async, too_late
 from groupwise.rewards.here import answer_here, pickled
+from groupwise.rewards.nurse import ANSWER_SECONDS, LOAD_SECONDS, Nursery, NurseryLostError, Worker
 from groupwise.rewards.questions import Call, Ledger, Question
 from groupwise.rewards.reward import Reward
 from groupwise.slots import loaded_files
 
-LOAD_SECONDS = 300.0
-"""How long the import of a reward function may take."""
-ANSWER_SECONDS = 10.0
-"""How long a message may take that has begun to arrive."""
 GRACE_SECONDS = 1.0
 """What a worker gets beyond the limit of calls that it ends itself (`async` ones)."""
 LEAST_WORKERS = 4
 """Calls may wait rather than compute, so a few more than there are cores do no harm."""
 RESTARTS = 2
 """How often the nursery may be lost while some questions are asked."""
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-
-
-class _NurseryLostError(Exception):
-    """The process that forks workers is gone."""
-
-
-class _Nursery:
-    """The trainer's end of the nursery."""
-
-    def __init__(self) -> None:
-        self._control, theirs = socket.socketpair()
-        self._control.settimeout(LOAD_SECONDS)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", nursery.__file__, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the trainer, which then ends the nursery
-                env={**ONE_THREAD, **os.environ},
-            )
-
-    def request(self, *command: Any, descriptor: int | None = None) -> dict[str, Any]:
-        """What it answers to a command.
-
-        Raises:
-            _NurseryLostError: it is gone.
-        """
-        try:
-            nursery.send(self._control, pickle.dumps(command))
-            if descriptor is not None:
-                socket.send_fds(self._control, [b"."], [descriptor])
-            return json.loads(nursery.receive(self._control))
-        except (OSError, EOFError) as error:
-            raise _NurseryLostError from error
-
-    def close(self) -> None:
-        """End it, and with it all workers."""
-        self._control.close()
-        try:
-            self._process.wait(ANSWER_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-@dataclass(eq=False)
-class _Worker:
-    """The trainer's end of a worker."""
-
-    pid: int
-    work: socket.socket
-    known: set[str]
-    """Keys of the functions that it can call."""
-    asked: Call | None = None
-    deadline: float = 0.0
 
 
 class Workers:
@@ -107,8 +46,8 @@ class Workers:
 
     def __init__(self, count: int | None = None) -> None:
         self._count = count or max(LEAST_WORKERS, os.cpu_count() or 1)
-        self._nursery: _Nursery | None = None
-        self._workers: list[_Worker] = []
+        self._nursery: Nursery | None = None
+        self._workers: list[Worker] = []
         self._pickled: dict[int, tuple[Any, bytes | None]] = {}
         self._loaded: set[str] = set()
         """Keys of the functions that the nursery has, and so each worker from its birth."""
@@ -185,7 +124,7 @@ class Workers:
                 try:
                     self._hand_out(ledger)
                     self._collect(ledger)
-                except _NurseryLostError:
+                except NurseryLostError:
                     ledger.calls.extend(worker.asked for worker in self._workers if worker.asked)
                     self.close()
                     restarts += 1
@@ -210,7 +149,7 @@ class Workers:
                 self._load(worker, reward, key)
             self._hand(worker, ledger.calls.popleft(), key, ledger)
 
-    def _hand(self, worker: _Worker, asked: Call, key: str, ledger: Ledger) -> None:
+    def _hand(self, worker: Worker, asked: Call, key: str, ledger: Ledger) -> None:
         reward = asked.question.reward
         try:
             payload = pickle.dumps((asked.rollouts, asked.prompts))
@@ -241,7 +180,7 @@ class Workers:
                 ledger.settle(worker.asked, too_late(worker.asked.question.reward.limit))
                 worker.asked = None
 
-    def _answered(self, worker: _Worker, ledger: Ledger) -> None:
+    def _answered(self, worker: Worker, ledger: Ledger) -> None:
         asked = worker.asked
         assert asked is not None
         try:
@@ -257,7 +196,7 @@ class Workers:
             self._end(worker)
         return None
 
-    def _lost(self, worker: _Worker, ledger: Ledger) -> None:
+    def _lost(self, worker: Worker, ledger: Ledger) -> None:
         assert worker.asked is not None
         fate = _fate(self._end(worker))
         ledger.settle(worker.asked, failed("crashed", f"took its worker process down, which {fate}"))
@@ -275,7 +214,7 @@ class Workers:
         nurse = self._start()
         try:
             answer = nurse.request("load", key, data, loaded_files(), sys.path)
-        except _NurseryLostError as error:
+        except NurseryLostError as error:
             self.close()
             raise RewardError(
                 f"rewards.{reward.title}: importing it ended the process that does so, or took more than "
@@ -289,7 +228,7 @@ class Workers:
             self._loaded.add(key)
         return key
 
-    def _load(self, worker: _Worker, reward: Reward, key: str) -> None:
+    def _load(self, worker: Worker, reward: Reward, key: str) -> None:
         worker.work.settimeout(LOAD_SECONDS)
         try:
             nursery.send(worker.work, pickle.dumps(("load", key, self._data(reward), loaded_files(), sys.path)))
@@ -300,25 +239,25 @@ class Workers:
         worker.work.settimeout(ANSWER_SECONDS)
         worker.known.add(key)
 
-    def _start(self) -> _Nursery:
+    def _start(self) -> Nursery:
         if self._nursery is None:
-            self._nursery = _Nursery()
+            self._nursery = Nursery()
         return self._nursery
 
-    def _spawn(self) -> _Worker:
+    def _spawn(self) -> Worker:
         ours, theirs = socket.socketpair()
         ours.settimeout(ANSWER_SECONDS)
         with theirs:
             try:
                 pid = self._start().request("spawn", descriptor=theirs.fileno())["pid"]
-            except _NurseryLostError:
+            except NurseryLostError:
                 ours.close()
                 raise
-        worker = _Worker(pid, ours, set(self._loaded))
+        worker = Worker(pid, ours, set(self._loaded))
         self._workers.append(worker)
         return worker
 
-    def _end(self, worker: _Worker) -> int:
+    def _end(self, worker: Worker) -> int:
         """Kill a worker with all that it started; its exit code, or the negative of the signal that had killed it."""
         code = int(self._start().request("end", worker.pid)["exit"])
         self._workers.remove(worker)
