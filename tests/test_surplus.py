@@ -17,6 +17,7 @@ from groupwise.chat import Chat
 from groupwise.engines.fake import RecordingLearner, ScriptedSampler
 from groupwise.errors import CheckpointError
 from groupwise.experience import experience
+from groupwise.groups import informative as can_teach
 from groupwise.groups import zero_variance
 from groupwise.records import Rollout
 from groupwise.rewards import as_rewards
@@ -68,6 +69,21 @@ def test_what_a_step_leaves_over_is_trained_on_in_the_next_one(toys: Path) -> No
         left = parts.surplus.groups
         parts.sampler.load((), version=step + 1)
     assert used > 0
+
+
+def test_each_group_is_looked_at_once_for_whether_it_can_teach(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, config = parts_of(toys), toy_config(toys, algorithm="dapo", steps=1, sampling_rounds=20).resolve()
+    seen: list[int] = []
+
+    def look(group: Sequence[Rollout]) -> bool:
+        seen.append(group[0].group)
+        return can_teach(group)
+
+    monkeypatch.setattr("groupwise.experience.informative", look)
+    ((_, rollouts),) = experience(config, parts)
+    assert seen == list(range(len(seen))), "numbered on from each other"
+    assert set(seen) >= {rollout.group for rollout in rollouts}
+    assert len(seen) > config.prompts_per_step, "more were drawn"
 
 
 def test_a_step_that_is_interrupted_uses_the_same_groups_again(toys: Path) -> None:
