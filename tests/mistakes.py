@@ -155,7 +155,7 @@ SETTINGS: dict[str, Mistake] = {
         "sample in this process with engine.sampler: none",
     ),
     "sampling ahead in one process": setting(
-        "ahead=2", "2", "sampler and learner share one model", "set engine.placement: ray, or ahead: 0"
+        "ahead=2", "2", "sampler and learner share one model", "set engine.sampler: vllm or engine.placement: ray"
     ),
     "engines that do not work together": Mistake(
         [*training(), "engine.placement=ray", "engine.sampler=vllm"],
@@ -192,13 +192,6 @@ SETTINGS: dict[str, Mistake] = {
         "cuda:1",
         "each actor gets its own",
         "use auto, cuda or cpu",
-    ),
-    "sampling ahead of a learner that is split": Mistake(
-        [*training(), "engine.learner=fsdp", "engine.device=cpu", "ahead=1"],
-        "ahead",
-        "1",
-        "sampler and learner share one model",
-        "set engine.placement: ray, or ahead: 0",
     ),
     "a placement that does not exist": setting(
         "engine.placement=slurm", "no such choice", "accepted: local, ray", "or code as file.py:function"

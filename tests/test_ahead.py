@@ -99,8 +99,10 @@ def test_what_goes_wrong_ahead_is_raised_when_it_is_asked_for() -> None:
 
 
 def test_in_one_process_it_is_refused(toys: Path) -> None:
-    with pytest.raises(ConfigError, match=r"ahead: 2; .* share one model.* set engine.placement: ray, or ahead: 0"):
-        toy_config(toys, ahead=2)
+    for learner in ("local", "fsdp"):
+        with pytest.raises(ConfigError, match=r"ahead: 2; .* share one model.* set engine.sampler: vllm or .* ray, or"):
+            toy_config(toys, ahead=2, engine={"learner": learner})
+        assert toy_config(toys, ahead=2, engine={"learner": learner, "sampler": "vllm"}).ahead == 2
 
 
 # ------------------------------------------------------------------------------------------------------------ the runs

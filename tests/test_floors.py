@@ -19,7 +19,7 @@ PLAN = ("kernels", "rehearsal", "machine", "calibrate", "sampling", "local", "ou
 DIAGNOSIS_RULES = ("of_rewards", "of_completions", "of_updates")
 FLOORS = (
     {"errors", "records", "seeding", "slots", "devices", "hub", "environment", "files", "interrupt", "launch", "ahead"}
-    | {"demands", "meeting", "schema", "trees"},
+    | {"busy", "demands", "meeting", "schema", "trees"},
     {"advantages", "shaping", "weights", "losses", "penalties", "model", "model_files", "resources", "head"}
     | {"adapters", "folding", "lean", "decoding", "drawing", "attention", "packing", "guards", "pending"}
     | {"statistics", "groups", "rows"},
@@ -115,6 +115,7 @@ NEIGHBOURS = {  # who may import whom on the same floor; never in a circle
 # An engine knows tensors and requests, never an algorithm, a task or the loop.
 ENGINES_MAY_IMPORT = {
     "adapters",
+    "busy",
     "demands",
     "devices",
     "folding",

@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 import ranked
 import torch
-import yaml
 from models import tiny_model
-from toys import REWARD, metrics, sampled, terminal, toy_config, toy_folder, toy_rows
+from toys import REWARD, as_file, command, metrics, sampled, terminal, toy_config, toy_folder, toy_rows
 
 from groupwise.config import Config
 from groupwise.engines.ranks import join
@@ -226,20 +225,6 @@ def clip(*arguments):
     return Clip()(*arguments)
 """
 """A surrogate with which rank 1 gets stuck in its third update; then, tried again, dies; then does what it should."""
-
-
-def as_file(config: Config, file: Path, **learner: Any) -> str:
-    """A run file for two ranks."""
-    tree = json.loads(config.model_dump_json())
-    tree["engine"]["learner"] = {"type": "fsdp", "ranks": 2, **learner}
-    file.write_text(yaml.safe_dump(tree))
-    return str(file)
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`groupwise train`, as a user starts it."""
-    start = [sys.executable, "-m", "groupwise", "train", *arguments]
-    return subprocess.run(start, capture_output=True, text=True, check=False, timeout=300)
 
 
 def toy_runs(folder: Path, **changes: Any) -> tuple[Config, Config]:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from processes import members, wait_until
-from toys import metrics, toy_config, toy_folder, toy_rows
+from toys import as_file, command, metrics, sampled, toy_config, toy_folder, toy_rows
 
 from groupwise.engines import Completion, Optimizer, Request, Sampling, Serving
 from groupwise.engines.local import LocalEngine, local_engine
@@ -292,6 +292,22 @@ def engine_of(group: int) -> list[int]:
     return [
         pid for pid in members(group) if pid != group and b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
+
+
+def test_a_learner_of_two_ranks_trains_on_what_a_server_samples_ahead(toys: Path, tmp_path: Path) -> None:
+    config = toy_config(
+        toys,
+        steps=6,
+        ahead=1,
+        output=str(tmp_path / "run"),
+        engine={"dtype": "float32", "device": "cpu", "sampler": {"type": "vllm", "python": str(INTERPRETER)}},
+    )
+    done = command(as_file(config, tmp_path / "run.yaml"))
+    assert done.returncode == 0, done.stderr  # each publication was compared with the learner
+    records = metrics(tmp_path / "run")
+    assert {record["age"] for record in records} <= {0.0, 1.0}
+    assert {record["policy_version"] for step in range(1, 7) for record in sampled(tmp_path / "run", step)} > {0, 1}
+    assert max(record["sampler_mismatch"] for record in records if record.get("age") == 0) < TOLERANCE
 
 
 def test_the_quickstart_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from models import tiny_model
 from processes import alive, members, parent, wait_until
 from safetensors.torch import load_file
 from torch import Tensor
-from toys import metrics, sampled, toy_config, toy_folder, toy_rows
+from toys import as_file, command, metrics, sampled, terminal, toy_config, toy_folder, toy_rows
 from vllm_stub import Told, interpreter, serve
 
 from groupwise.build import load_sampler
@@ -35,11 +37,13 @@ from groupwise.engines.vllm import Vllm
 from groupwise.engines.vllm_sampler import SEEDS, VllmSampler
 from groupwise.engines.vllm_server import SIDE, Started
 from groupwise.engines.vllm_weights import tied
-from groupwise.errors import ConfigError, GroupwiseError, ModelError
+from groupwise.errors import ConfigError, EngineError, GroupwiseError, ModelError
 from groupwise.records import Batch
 from groupwise.train import train
 
 Running = Callable[..., AbstractContextManager[tuple[VllmSampler, Path]]]
+SOON = 10.0
+"""Seconds after which a test has failed rather than that it waits."""
 
 
 def serving(model: Path, **changes: Any) -> Serving:
@@ -287,6 +291,103 @@ def test_a_server_that_cannot_be_used_is_told_how_to_be_started(
         raise AssertionError("it began")
 
 
+# ------------------------------------------------------------------------------------------------------ several threads
+
+
+def test_what_waits_for_an_answer_in_another_thread_is_given_up_when_the_run_ends(running: Running) -> None:
+    asked, end = threading.Event(), threading.Event()
+
+    def slow(number: int, body: dict[str, Any]) -> None:
+        if body["token_ids"][0] == 5:
+            asked.set()
+            end.wait(SOON)
+
+    with ThreadPoolExecutor(1) as threads:
+        with running(Told(by=slow)) as (sampler, _):
+            ahead = threads.submit(sampler.sample, [group(1)], Sampling(max_tokens=2))
+            assert asked.wait(SOON)
+        with pytest.raises(EngineError, match="is asked for nothing any more: the run has ended"):
+            ahead.result(SOON / 2)
+        end.set()
+    with pytest.raises(EngineError, match="the run has ended"):
+        sampler.sample([group(1)], Sampling(max_tokens=2))
+
+
+def dead(told: Told) -> threading.Event:
+    """Have a stub look as if its engine had died when a group is asked for; set when the first one was."""
+    asked = threading.Event()
+
+    def gone(number: int, body: dict[str, Any]) -> vllm_stub.Reply | None:
+        if body["token_ids"][0] != 5 or (asked.is_set() and told.healthy):
+            return None
+        told.healthy = False
+        asked.set()
+        return 500, {"error": "the engine is dead"}
+
+    told.by = gone
+    return asked
+
+
+def test_a_thread_that_waits_for_a_server_to_come_back_does_not_keep_the_run_from_ending(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked, began = dead(told := Told()), time.monotonic()
+    with ThreadPoolExecutor(1) as threads:
+        with running(told, startup_seconds=60, restarts=1) as (sampler, _):
+            ahead = threads.submit(sampler.sample, [group(1)], Sampling(max_tokens=2))
+            assert asked.wait(SOON)
+            wait_until(lambda: "restart 1 of 1" in caplog.text)
+        with pytest.raises(EngineError, match="the run has ended"):
+            ahead.result(SOON)
+    assert time.monotonic() - began < 2 * SOON
+
+
+def test_who_begins_while_a_server_is_started_waits_for_it_and_does_not_start_it_again(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = dead(told := Told())
+    with ThreadPoolExecutor(2) as threads, running(told, startup_seconds=60, restarts=1) as (sampler, _):
+        first = threads.submit(sampler.sample, [group(1)], Sampling(max_tokens=2))
+        assert asked.wait(SOON)
+        wait_until(lambda: "restart 1 of 1" in caplog.text)
+        second = threads.submit(sampler.sample, [group(2)], Sampling(max_tokens=2))
+        time.sleep(0.5)
+        told.healthy = True
+        assert [len(one.result(SOON)) for one in (first, second)] == [1, 1]
+    assert len(answered(told)) == 3, "the first group twice, the second once"
+
+
+def test_a_server_that_dies_under_several_threads_and_a_hand_over_is_started_once(
+    running: Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    python = interpreter(tmp_path / "python", STUB_DIES_AT=30, STUB_ONCE=tmp_path / "died")
+    weights = dict(distinct(tiny_model("qwen3").state_dict()))
+    over = threading.Event()
+
+    def sample() -> list[tuple[int, int, int]]:
+        """(newest version before, that of a group, newest after), again and again."""
+        found = []
+        while not over.is_set():
+            before = sampler._version
+            (completions,) = sampler.sample([group(1, 2)], Sampling(max_tokens=3))
+            found += [(before, one.policy_version, sampler._version) for one in completions]
+        return found
+
+    with ThreadPoolExecutor(3) as threads, running(python=python, restarts=1) as (sampler, _):
+        threaded = [threads.submit(sample) for _ in range(3)]
+        try:
+            for version in range(1, 100):
+                sampler.load(weights.items(), version)
+                if (tmp_path / "died").exists() and version >= 9:
+                    break
+        finally:
+            over.set()
+        found = [triple for thread in threaded for triple in thread.result(SOON)]
+    assert caplog.text.count("restart 1 of 1") == 1
+    assert all(before <= version + 1 and version <= after for before, version, after in found)
+    assert len({version for _, version, _ in found}) > 2
+
+
 # ------------------------------------------------------------------------------------------------- a server of our own
 
 
@@ -368,6 +469,17 @@ def test_a_server_is_reached_by_nobody_else() -> None:
     assert not Path(server.socket).parent.exists()
 
 
+def test_a_server_does_not_take_the_ranks_of_the_learner_for_its_own(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    for name in (*of_ranks, "TORCHELASTIC_USE_AGENT_STORE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "1")
+    variables = Vllm(environment={"MASTER_PORT": "7"}).variables(serving(model))
+    assert {name for name in (*of_ranks, "TORCHELASTIC_USE_AGENT_STORE") if name in variables} == {"MASTER_PORT"}
+    assert variables["CUDA_VISIBLE_DEVICES"] == "1"
+
+
 def test_the_command_line_serves_the_model_as_the_learner_has_it(model: Path) -> None:
     command = Vllm(arguments=("--seed=3",))(serving(model))._how_to_start.split()
     assert command[command.index("--dtype") + 1] == "float32"
@@ -408,6 +520,107 @@ def test_a_sampler_with_a_model_of_its_own_that_says_no_entropies_trains_the_sam
     assert [record.pop("entropy") for record in own if "reward" in record] == [None] * 6
     assert [{name: value for name, value in record.items() if name != "entropy"} for record in shared] == own
     assert "entropies" not in sampled(tmp_path / "own", 1)[0]
+
+
+def test_a_run_ahead_of_a_server_trains_on_nothing_older_than_allowed(tmp_path: Path) -> None:
+    toy_folder(tmp_path / "model")
+    toy_rows(tmp_path / "rows.jsonl")
+    drawn = Told(by=lambda number, body: time.sleep(0.01))
+    with serve(drawn) as url:
+        server = {"type": "vllm", "url": url, "tolerance": 99}
+        changes = {"steps": 8, "ahead": 2, "output": str(tmp_path / "run"), "evaluation": {"fraction": 0.2, "every": 3}}
+        train(toy_config(tmp_path, engine={"sampler": server}, **changes), console=terminal()[0])
+    ages = [{step - 1 - row["policy_version"] for row in sampled(tmp_path / "run", step)} for step in range(1, 9)]
+    assert set().union(*ages) <= {0, 1, 2}
+    assert set().union(*ages[3:]) & {1, 2}, "it did run ahead"
+    records = [record for record in metrics(tmp_path / "run") if "reward" in record]
+    assert [record["age"] for record in records] == [max(of) for of in ages]
+    assert all(0 <= record["queue"] <= 2 for record in records)
+    assert all(0 <= record[f"idle/{side}"] <= 1 for record in records for side in ("sampler", "learner"))
+    assert min(record["idle/learner"] for record in records[1:]) < 1
+
+
+STOPS = """
+import os, pathlib, signal
+from groupwise.losses import Clip
+
+UPDATES = []
+MARK = pathlib.Path(__file__).with_name("stopped")
+
+def clip(*arguments):
+    UPDATES.append(1)
+    if os.environ.get("RANK") == "0" and len(UPDATES) == 3 and not MARK.exists():
+        MARK.touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+    return Clip()(*arguments)
+"""
+"""A surrogate in whose third update rank 0 is asked to stop, once."""
+ODD = """
+def odd(rollout):
+    return float(rollout.text.split()[0][-1] in "13579")
+"""
+"""A reward that half of each group of the stub earns: it counts up."""
+
+
+class Keeping(Told):
+    """A stub that keeps the weights it was given, by their version, and once has others."""
+
+    def __init__(self) -> None:
+        super().__init__(by=self.forget_once)
+        self.given: dict[int, dict[str, Tensor]] = {}
+        self.forgotten, self._last = 0, Path()
+
+    def forget_once(self, number: int, body: dict[str, Any]) -> None:
+        if len(self.given) == 2 and body["sampling_params"]["max_tokens"] == 4 and not self.forgotten:
+            self.version, self.forgotten = "default", 1  # somebody has started it again
+
+    def reply(self, path: str, body: Any) -> vllm_stub.Reply:
+        if path == "/collective_rpc" and "args" in body:
+            self._last = Path(body["args"][0])
+        if path == "/update_weight_version":
+            self.given[int(body["new_version"].split(".")[1])] = load_file(self._last)
+        return super().reply(path, body)
+
+
+@pytest.mark.slow
+def test_with_a_learner_of_two_ranks_a_run_is_that_of_one_process_stopped_or_not(tmp_path: Path) -> None:
+    toy_folder(tmp_path / "model")
+    toy_rows(tmp_path / "rows.jsonl")
+    (tmp_path / "stops.py").write_text(STOPS)
+    (tmp_path / "odd.py").write_text(ODD)
+    shared = {"steps": 5, "rewards": [f"{tmp_path / 'odd.py'}:odd"]}
+    shared["algorithm"] = {"surrogate": f"{tmp_path / 'stops.py'}:clip"}
+    with serve(alone := Keeping()) as url_of_one, serve(split := Keeping()) as url_of_two:
+        one, two = (
+            toy_config(
+                tmp_path,
+                **shared,
+                output=str(tmp_path / name),
+                engine={"dtype": "float32", "device": "cpu", "sampler": {"type": "vllm", "url": url, "tolerance": 99}},
+            )
+            for name, url in (("one", url_of_one), ("two", url_of_two))
+        )
+        train(one, console=terminal()[0])
+        stopped = command(as_file(two, tmp_path / "run.yaml"))
+        done = command("--resume", str(tmp_path / "two"))
+    assert "stopped by SIGTERM" in stopped.stderr
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "stopped").exists()
+    assert "has weights 'default' that are not of this run; restart 1 of 2" in stopped.stderr
+    ours, theirs = (metrics(tmp_path / name, timings=False) for name in ("two", "one"))
+    assert len(ours) == 5
+    for record, other in zip(ours, theirs, strict=True):
+        assert record.pop("entropy") is other.pop("entropy") is None
+        assert record == pytest.approx(other, rel=1e-4, abs=1e-5)
+    assert [sampled(tmp_path / "two", step)[0]["text"] for step in range(1, 6)] == [
+        sampled(tmp_path / "one", step)[0]["text"] for step in range(1, 6)
+    ]
+    assert split.given.keys() == alone.given.keys() == set(range(6))
+    for version, weights in alone.given.items():
+        assert weights.keys() == split.given[version].keys()
+        assert all((weights[name] - split.given[version][name]).abs().max() < 1e-5 for name in weights)
+    moved = [(alone.given[5][name] - weight).abs().max() for name, weight in alone.given[0].items()]
+    assert max(moved) > 1e-3, "there was something to publish"
 
 
 def test_an_algorithm_that_needs_entropies_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import toy_reward
+import yaml
 from models import tiny_model, tiny_tokenizer
 from rich.console import Console
 from tokenizers import pre_tokenizers
@@ -53,6 +56,20 @@ def toy_config(folder: Path, **changes: Any) -> Config:
             **changes,
         }
     )
+
+
+def as_file(config: Config, file: Path, **learner: Any) -> str:
+    """A run file for two ranks."""
+    tree = json.loads(config.model_dump_json())
+    tree["engine"]["learner"] = {"type": "fsdp", "ranks": 2, **learner}
+    file.write_text(yaml.safe_dump(tree))
+    return str(file)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`groupwise train`, as a user starts it."""
+    start = [sys.executable, "-m", "groupwise", "train", *arguments]
+    return subprocess.run(start, capture_output=True, text=True, check=False, timeout=300)
 
 
 def terminal() -> tuple[Console, StringIO]:

@@ -46,6 +46,7 @@ class Told:
     by: Callable[[int, dict[str, Any]], Reply | None] = lambda number, body: None
     """Another answer to the request for completions with this number."""
     asked: list[tuple[str, Any]] = field(default_factory=list)
+    healthy: bool = True
     version: str = "default"
     generated: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -90,7 +91,7 @@ class Handler(BaseHTTPRequestHandler):
         return "somebody"
 
     def do_GET(self) -> None:
-        self._say(200, None)
+        self._say(200 if self.server.told.healthy else 503, None)
 
     def do_POST(self) -> None:
         content = self.rfile.read(int(self.headers.get("Content-Length") or 0))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from groupwise.busy import Busy
 from groupwise.chat import Chat
 from groupwise.checkpoint import Saved
 from groupwise.checks import Outline, check_disk, check_folder, check_it_learns, check_memory, data_cautions, outline
@@ -64,6 +65,8 @@ class Parts:
     """Where sampled groups are kept until a checkpoint covers them."""
     processes: Processes | None = None
     """What runs sampler and learner, where that is not this process."""
+    busy: Mapping[str, Busy] = field(default_factory=dict[str, Busy])
+    """Both sides, where the sampler alone runs beside this process."""
 
     def check(self, log: RunLog, step: int, rollouts: Sequence[Rollout]) -> None:
         """Refuse rewards that cannot be trusted; their groups are not kept, for the rewards have to be asked again.
@@ -94,7 +97,8 @@ class Parts:
 
     def idle(self) -> dict[str, float]:
         """The share of the step in which each side waited, where they are not one process."""
-        return {} if self.processes is None else self.processes.idle()
+        waited = {f"idle/{side}": busy.idle() for side, busy in self.busy.items()}
+        return waited if self.processes is None else self.processes.idle()
 
     def close(self) -> None:
         """End what runs in other processes."""
@@ -160,11 +164,11 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
         ranks=config.engine.split() or 1,
         join=partial(config.engine.learner.join, ready.device.type),
     )
-    engine = config.engine.placement(recipe)
+    engine, busy = _beside(ready, config.engine.placement(recipe))
     return Parts(
         config=config,
         task=ready.task,
-        sampler=_sampler(ready, engine),
+        sampler=engine.sampler,
         learner=engine.learner,
         critic=engine.critic,
         chat=Chat(engine.tokenizer, engine.stop_ids),
@@ -175,6 +179,7 @@ def build(config: Config, task: Task | None = None, held_out: Task | None = None
         # Left to the step after next at the earliest, what is left over would be older than `ahead` allows.
         surplus=Surplus() if config.algorithm.filter == "dynamic_sampling" and not config.ahead else None,
         processes=engine.processes,
+        busy=busy,
     )
 
 
@@ -212,11 +217,14 @@ def _where(config: Config) -> dict[str, Any]:
     }
 
 
-def _sampler(ready: Prepared, engine: LocalEngine) -> Sampler:
+def _beside(ready: Prepared, engine: LocalEngine) -> tuple[LocalEngine, dict[str, Busy]]:
+    """The engine with the sampler that the settings ask for, and how busy it and the learner are."""
     config = ready.config
     if config.engine.sampler is None:
-        return engine.sampler
-    return config.engine.sampler(
+        return engine, {}
+    busy = Busy()
+    learner, critic = busy.watch(engine.learner), None if engine.critic is None else busy.watch(engine.critic)
+    sampler = config.engine.sampler(
         Serving(
             model=config.model,
             dtype=config.engine.weights,
@@ -225,10 +233,13 @@ def _sampler(ready: Prepared, engine: LocalEngine) -> Sampler:
             threads=torch.get_num_threads(),
             stop_ids=engine.stop_ids,
             temperature=config.sampling.temperature,
-            weights=engine.learner.weights,
-            logprobs=engine.learner.logprobs,
+            weights=learner.weights,
+            logprobs=learner.logprobs,
+            loaded=partial(engine.sampler.load, ()),
         )
     )
+    sides = {"sampler": sampler.busy, "learner": busy} if isinstance(sampler, Running) else {}
+    return engine._replace(sampler=sampler, learner=learner, critic=critic), sides
 
 
 class Prepared(NamedTuple):

@@ -165,7 +165,8 @@ class Engine(Slot):
             f"engine.learner: {code_path(learner)}; accepted: local, fsdp; use one of these",
         )
         together, ranked = " and ".join(demands.parts), isinstance(learner, Fsdp) and self.starts_ranks
-        strangers = len(demands.parts) > 1 and not (ranked and self.sampler is None)
+        apart = not isinstance(self.placement, Here)
+        strangers = len(demands.parts) > 1 and apart and not (ranked and self.sampler is None)
         yield strangers, f"{together}; they do not work together yet: use one of them"
         yield (
             ranked and learner.ranks is None,
@@ -191,7 +192,7 @@ class Engine(Slot):
     @property
     def shares_weights(self) -> bool:
         """Whether what samples has the very weights that are trained."""
-        return isinstance(self.placement, Here)
+        return isinstance(self.placement, Here) and self.sampler is None
 
     @property
     def starts_ranks(self) -> bool:
@@ -310,6 +311,7 @@ class Config(Slot):
             critic=self.algorithm.critic is not None,
             refresh_every=0 if kl is None else kl.refresh_every,
             ahead=self.ahead,
+            own_sampler=self.engine.sampler is None,
         )
 
     def _problems(self) -> Remarks:

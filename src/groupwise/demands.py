@@ -35,6 +35,8 @@ class Demands:
     """Steps after which the policy becomes the reference; 0 never."""
     ahead: int
     """Steps that may be sampled while the learner trains."""
+    own_sampler: bool
+    """Whether the engine samples itself: no `engine.sampler` is set."""
 
 
 @runtime_checkable

@@ -17,6 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from groupwise.busy import Busy
 from groupwise.records import Batch, FinishReason, Floats, Ints
 from groupwise.slots import Slot
 
@@ -128,7 +129,13 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class Running(Protocol):
-    """What some samplers need: a server beside this process, for as long as the run lasts."""
+    """What some samplers need: a server beside this process, for as long as the run lasts.
+
+    It may be asked for completions while the learner trains, from other threads and several at a time.  Weights that
+    are loaded meanwhile may draw the later tokens of completions under way, which say what drew their first."""
+
+    busy: Busy
+    """With what it was asked for."""
 
     def running(self, folder: Path, say: Callable[[str], None]) -> AbstractContextManager[None]:
         """Everything that it needs, inside; `folder` is the run's, and `say` is told what is waited for."""
@@ -157,6 +164,8 @@ class Serving:
     """`Learner.weights`."""
     logprobs: Callable[[Batch], Tensor]
     """`Learner.logprobs`."""
+    loaded: Callable[[int], None] = lambda version: None
+    """Told the version of weights that were taken over."""
 
 
 MakeSampler = Callable[[Serving], Sampler]

@@ -95,12 +95,9 @@ class Here(Slot):
     def refusals(self, demands: Demands) -> Remarks:
         """Sampling ahead: there is one model; see `Refuses.refusals`."""
         yield (
-            demands.ahead > 0,
-            f"ahead: {demands.ahead}; works with engine.placement: ray alone, yet: leave out engine.sampler and set "
-            "that, or ahead: 0"
-            if any(part.startswith("engine.sampler") for part in demands.parts)
-            else f"ahead: {demands.ahead}; with engine.placement: local sampler and learner share one model, which "
-            "cannot be sampled from while it is trained: set engine.placement: ray, or ahead: 0",
+            demands.ahead > 0 and demands.own_sampler,
+            f"ahead: {demands.ahead}; with engine.placement: local sampler and learner share one model, which cannot "
+            "be sampled from while it is trained: set engine.sampler: vllm or engine.placement: ray, or ahead: 0",
         )
 
     def __call__(self, recipe: Recipe) -> LocalEngine:

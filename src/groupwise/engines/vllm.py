@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Annotated, Literal
@@ -25,6 +26,8 @@ SERVER_MODULE = "vllm.entrypoints.openai.api_server"  # the console script of th
 STARTS_A_SERVER = {"python", "dtype", "max_sequences", "arguments", "environment"}
 """Settings that its command line is made of."""
 BATCHED_TOKENS = 16384
+OF_RANKS = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+"""Variables by which the processes of a learner find each other; vLLM would look for its own there."""
 CPU_BLOCK = 32
 """Tokens of a block of keys and values on a CPU, the fewest: only whole blocks of a prompt are shared."""
 
@@ -158,4 +161,5 @@ class Vllm(Slot):
             usual |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
             usual |= {"OMP_NUM_THREADS": str(serving.threads)}
         ours = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(SIDE), "PYTHONSAFEPATH": "1"}
-        return {**usual, **os.environ, **ours, **self.environment}
+        around = {name: value for name, value in os.environ.items() if not OF_RANKS.fullmatch(name)}
+        return {**usual, **around, **ours, **self.environment}

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from groupwise.busy import Busy
 from groupwise.engines import Completion, Request, Sampling, Serving
 from groupwise.engines.vllm_server import DYING_SECONDS, Client, LostError
 from groupwise.engines.vllm_weights import tied, write
@@ -70,6 +71,7 @@ class VllmSampler:
         self._vocabulary, self._tied = vocabulary(outline), tied(outline)
         self._run = secrets.token_hex(4)  # weights of another run never pass for ours
         self._version, self._restarts, self._lock = 0, 0, threading.Lock()
+        self.busy = Busy()
         self._client: Client | None = None
         self._weights = Path()
         self._facts: dict[str, Any] = {}
@@ -104,9 +106,10 @@ class VllmSampler:
             self.load(self._serving.weights(), 0)
             yield
         finally:
-            self._client = None
-            client.home.stop()
-            self._weights.unlink(missing_ok=True)
+            client.close()
+            with self._lock:  # which a thread that samples ahead, and was starting a server, lets go of
+                client.home.stop()
+                self._weights.unlink(missing_ok=True)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Hand the server these weights, by a file; requests under way go on with them.
@@ -118,10 +121,12 @@ class VllmSampler:
             write(self._weights, weights, getattr(torch, self._facts["dtype"]), self._tied)
             self._version = version
             self._hand_over(self._compare)
+            self._serving.loaded(version)
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         """For each request, its completions in the order of its keys; groups that were lost are sampled again.
 
+        Several threads may ask, also while `load` hands over weights, with which groups under way then go on.
         At temperature 0 the log-probabilities are those at temperature 1.
 
         Raises:
@@ -131,8 +136,10 @@ class VllmSampler:
         bodies = [self._body(request, sampling) for request in requests]
         groups: dict[int, list[Completion]] = {}
         while missing := [i for i in range(len(requests)) if i not in groups]:
-            restarts = self._restarts
-            answers = self._server.ask(GENERATE, [bodies[i] for i in missing])
+            with self._lock:  # a server that is being started, or given weights, is waited for
+                restarts = self._restarts
+            with self.busy.working():
+                answers = self._server.ask(GENERATE, [bodies[i] for i in missing])
             losses = [answer for answer in answers if isinstance(answer, LostError)]
             for i, answer in zip(missing, answers, strict=True):
                 if isinstance(answer, LostError):

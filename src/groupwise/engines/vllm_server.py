@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from typing import Any, Protocol
 
 import httpx2
 
-from groupwise.errors import GroupwiseError
+from groupwise.errors import EngineError, GroupwiseError
 
 SIDE = Path(__file__).parent / "vllm_side"
 """What runs in vLLM's environment, or beside it."""
@@ -174,13 +175,20 @@ class Client:
 
     def __init__(self, home: Home, *, timeout_seconds: float, startup_seconds: float) -> None:
         self.home, self._timeout, self._startup = home, timeout_seconds, startup_seconds
+        self._closed = threading.Event()
+
+    def close(self) -> None:
+        """Nothing is asked any more: other threads, which may be waiting for an answer, get an EngineError."""
+        self._closed.set()
 
     def start(self) -> None:
         """Start the server and wait until it answers.
 
         Raises:
             LostError: it ended, or did not come up in time.
+            EngineError: the run has ended.
         """
+        self._refuse_closed()
         self.home.start()
         give_up = time.monotonic() + self._startup
         while not self.healthy():
@@ -206,10 +214,10 @@ class Client:
         return self._content(path, response)
 
     def ask(self, path: str, bodies: Sequence[Body]) -> list[Any | LostError]:
-        """The answers to POSTs that are under way at the same time.
+        """The answers to POSTs that are under way at the same time; several threads may ask.
 
         Raises:
-            GroupwiseError: the server refuses one.
+            GroupwiseError: the server refuses one, or the run has ended.
         """
         responses = self._send("POST", [(path, body) for body in bodies], self._timeout)
         return [self._content_or_loss(path, response) for response in responses]
@@ -239,7 +247,17 @@ class Client:
         verify = self.home.url.startswith("https")  # making a context for TLS takes long
         transport = httpx2.AsyncHTTPTransport(limits=limits, verify=verify, **self.home.reach())
         async with httpx2.AsyncClient(transport=transport, base_url=self.home.url, timeout=None) as client:
-            return await asyncio.gather(*(send_one(path, body) for path, body in asked))
+            answers = asyncio.gather(*(send_one(path, body) for path, body in asked))
+            while not answers.done():
+                if self._closed.is_set():
+                    answers.cancel()  # which takes the requests back
+                await asyncio.wait([answers], timeout=LOOK_SECONDS)
+            self._refuse_closed()
+            return answers.result()
+
+    def _refuse_closed(self) -> None:
+        if self._closed.is_set():
+            raise EngineError(f"{self.home.name} is asked for nothing any more: the run has ended")
 
     def _content_or_loss(self, path: str, response: Response) -> Any | LostError:
         try:
