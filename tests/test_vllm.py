@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 from processes import members, wait_until
-from toys import as_file, command, metrics, sampled, toy_config, toy_folder, toy_rows
+from toys import as_file, command, metrics, toy_config, toy_folder, toy_rows
+from toys import sampled as rows_of
 
 from groupwise.engines import Completion, Optimizer, Request, Sampling, Serving
 from groupwise.engines.local import LocalEngine, local_engine
@@ -306,7 +307,7 @@ def test_a_learner_of_two_ranks_trains_on_what_a_server_samples_ahead(toys: Path
     assert done.returncode == 0, done.stderr  # each publication was compared with the learner
     records = metrics(tmp_path / "run")
     assert {record["age"] for record in records} <= {0.0, 1.0}
-    assert {record["policy_version"] for step in range(1, 7) for record in sampled(tmp_path / "run", step)} > {0, 1}
+    assert {record["policy_version"] for step in range(1, 7) for record in rows_of(tmp_path / "run", step)} > {0, 1}
     assert max(record["sampler_mismatch"] for record in records if record.get("age") == 0) < TOLERANCE
 
 

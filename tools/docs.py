@@ -300,8 +300,8 @@ METRICS = {
         "age": "Training steps that the policy had taken since the oldest weights that sampled these completions.",
         "age/mean": "The same, averaged over the completions.",
         "queue": "With `ahead`: steps that were sampled and scored already when the learner asked for the next one.",
-        "idle/<side>": "With `engine.placement: ray`: share of the step's time in which the `sampler` actors, or the "
-        "`learner`, had nothing to do.",
+        "idle/<side>": "With `engine.sampler: vllm` or `engine.placement: ray`: share of the time in which `sampler` "
+        "or `learner` had nothing to do.",
         "seconds": "Wall time of the step; writing and checkpoints count in the record after them.",
         "seconds/<phase>": "Its parts: `sample`, `credit` (old, reference and critic passes, advantages), `update`, "
         "`checkpoint`, and `log` (writing the files of the step before).",

@@ -251,7 +251,7 @@ class Config(Slot):
     """Optimizer steps on the rollouts of one step, each on its share of the groups."""
     ahead: int = Field(default=0, ge=0)
     """Steps that may be sampled ahead while the learner trains, and so the most steps that the weights which sampled
-    are behind; 0 samples and trains in turn.  Needs `engine.placement: ray`."""
+    are behind; 0 samples and trains in turn.  Needs `engine.sampler: vllm` or `engine.placement: ray`."""
     seed: int = 0
     """Decides everything random."""
     curriculum: Curriculum | None = None
