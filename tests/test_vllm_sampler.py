@@ -195,6 +195,13 @@ def test_an_update_happens_in_a_pause_and_forgets_what_older_weights_computed(ru
     assert steps == ["pause", "collective_rpc", "reset_prefix_cache", "update_weight_version", "resume"]
 
 
+def test_the_engine_is_told_which_weights_were_taken_over(running: Running, model: Path) -> None:
+    versions: list[int] = []
+    with running(Told(), serving(model, loaded=versions.append)) as (sampler, _):
+        sampler.load(distinct(tiny_model("qwen3").state_dict()), 3)
+    assert versions == [0, 3]
+
+
 def test_a_run_does_not_go_on_with_a_server_that_disagrees_with_the_learner(running: Running) -> None:
     def stale_later(told: Told) -> float:
         return -0.3 if told.version.endswith(".1") else 0.0
