@@ -43,8 +43,9 @@ def test_a_part_that_nobody_here_knows_is_asked_what_it_refuses_and_ignores() ->
 
 
 def test_parts_that_do_not_work_together_are_named_as_they_were_set() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.learner: fsdp and engine\.sampler: test_demands:Narrow; they do"):
-        Config.parse({**TREE, "group_size": 2, "engine": {"learner": "fsdp", "sampler": Narrow()}})
+    named = r"engine\.sampler: test_demands:Narrow and engine\.placement: ray; they do"
+    with pytest.raises(ConfigError, match=named):
+        Config.parse({**TREE, "group_size": 2, "engine": {"placement": "ray", "sampler": Narrow()}})
 
 
 def test_gpus_of_actors_have_no_effect_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,13 +19,13 @@ from typing import Any
 import faults
 import numpy as np
 import pytest
-from processes import LIGHT
+from processes import LIGHT, wait_until
 from toys import REWARD, metrics, sampled, terminal, toy_config, toy_folder, toy_rows
 
 from groupwise.advantages import GroupStd
 from groupwise.errors import RewardError
 from groupwise.records import Rollout
-from groupwise.rewards import Reward, as_rewards, check_rewards, score, workers_end
+from groupwise.rewards import Reward, as_rewards, check_rewards, nursery, score, workers_end
 from groupwise.rewards.calls import Verdict
 from groupwise.rewards.here import pickled
 from groupwise.rewards.questions import Question
@@ -315,15 +318,34 @@ def test_no_process_is_left_when_the_trainer_is_interrupted_or_killed(number: in
     with trainer:
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == b"1.0\n"
-        deadline = time.monotonic() + 10
-        while sum("sleep 1000" in line for line in alive(mark).values()) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert len(alive(mark)) >= 7  # trainer, nursery, at least three workers, two below one of them
+        # Trainer, nursery, at least three workers, two below one of them.
+        wait_until(lambda: sum("sleep 1000" in line for line in alive(mark).values()) == 2 and len(alive(mark)) >= 7)
         trainer.send_signal(number)
         assert trainer.wait(10) != 0
     deadline = time.monotonic() + 2
     while alive(mark) and time.monotonic() < deadline:
         time.sleep(0.05)
+    assert alive(mark) == {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_no_process_is_left_when_the_trainer_dies_in_the_middle_of_a_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("MARK", mark)
+    (tmp_path / "restless.py").write_text("import subprocess\nPROCESS = subprocess.Popen(['sleep', '1000'])\n")
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-P", nursery.__file__, str(theirs.fileno()), str(os.getpid())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    with ours:
+        named = b"crestless\nPROCESS\n."
+        nursery.send(ours, pickle.dumps(("load", "key", named, {"restless": str(tmp_path / "restless.py")}, sys.path)))
+        assert "threads" in json.loads(nursery.receive(ours))
+        wait_until(lambda: sum("sleep" in line for line in alive(mark).values()) == 1)
+        nursery.send(ours, pickle.dumps(("spawn",)))  # the socket of the new worker, which should follow, never comes
+    assert process.wait(10) == 0
     assert alive(mark) == {}
 
 

@@ -155,8 +155,10 @@ class Nursery:
                 send(self._control, json.dumps(commands[command](*arguments)).encode())
         except (EOFError, OSError):
             pass  # the trainer is gone
-        for worker in list(self._workers):
-            self._end(worker)
+        finally:
+            for worker in list(self._workers):
+                self._end(worker)
+            self._end_strays()
 
     def _is_asked(self) -> bool:
         """Wait for the next request; False when there is no trainer any more, even if a child of it holds its end."""
@@ -166,8 +168,10 @@ class Nursery:
         return False
 
     def _spawn(self) -> dict[str, Any]:
-        _, (descriptor,), _, _ = socket.recv_fds(self._control, 1, 1)
-        nursery = os.getpid()
+        _, descriptors, _, _ = socket.recv_fds(self._control, 1, 1)
+        if not descriptors:
+            raise EOFError
+        (descriptor,), nursery = descriptors, os.getpid()
         with socket.socket(fileno=descriptor) as work:
             pid = os.fork()
             if pid == 0:
@@ -185,18 +189,20 @@ class Nursery:
     def _end(self, worker: int) -> dict[str, Any]:
         """Kill a worker and all that it started; how it ended (as `os.waitstatus_to_exitcode`)."""
         self._workers.discard(worker)
-        with contextlib.suppress(
-            ProcessLookupError
-        ):  # one just born leads no session yet, and one that is dead no more
+        with contextlib.suppress(ProcessLookupError):  # one just born leads no session yet, a dead one no more
             os.killpg(worker, signal.SIGKILL)
         os.kill(worker, signal.SIGKILL)
         _, status = os.waitpid(worker, 0)
+        self._end_strays()
+        return {"exit": os.waitstatus_to_exitcode(status)}
+
+    def _end_strays(self) -> None:
+        """Kill what has fallen to this process."""
         while strays := children() - self._workers:
             for stray in strays:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(stray, signal.SIGKILL)
                 os.waitpid(stray, 0)
-        return {"exit": os.waitstatus_to_exitcode(status)}
 
 
 def children() -> set[int]:
