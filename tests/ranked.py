@@ -159,7 +159,7 @@ def apart(ours: Any, theirs: Any) -> float:
     """The largest difference between the weights of two learners."""
     one, other = dict(ours.weights()), dict(theirs.weights())
     assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
+    return float(np.max([float((one[name] - other[name]).abs().max()) for name in one]))
 
 
 def scores_apart(ours: Any, theirs: Any, case: dict[str, Any], *, reference: bool = False) -> float:
@@ -173,7 +173,7 @@ def metrics_apart(ours: list[dict[str, float]], theirs: list[dict[str, float]]) 
     """The largest difference between metrics of the same names, relative to those above 1."""
     assert [one.keys() for one in ours] == [one.keys() for one in theirs]
     pairs = [(one[name], other[name]) for one, other in zip(ours, theirs, strict=True) for name in one]
-    return max(abs(x - y) / max(1.0, abs(y)) for x, y in pairs)
+    return float(np.max([abs(x - y) / max(1.0, abs(y)) for x, y in pairs]))
 
 
 def critics_apart(ours: Any, theirs: LocalCritic, case: dict[str, Any], folder: Path) -> dict[str, float]:

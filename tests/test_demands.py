@@ -26,7 +26,7 @@ class Narrow:
 
     def refusals(self, demands: Demands) -> Remarks:
         yield demands.largest_request > 2, f"group_size: {demands.largest_request}; narrow; use 2"
-        yield demands.critic, "algorithm.critic: narrow; leave it out"
+        yield demands.ahead > 0, "ahead: narrow; leave it out"
 
     def cautions(self, demands: Demands) -> Remarks:
         yield demands.largest_request > 1, "narrow is slow"
@@ -38,8 +38,10 @@ def test_a_part_that_nobody_here_knows_is_asked_what_it_refuses_and_ignores() ->
     assert cautions(Config.parse({**tree, "group_size": 2})) == ["narrow is slow"]
     with pytest.raises(ConfigError, match=r"^group_size: 4; narrow; use 2$"):
         Config.parse({**tree, "group_size": 2, "evaluation": {"samples": 4}})
-    with pytest.raises(ConfigError, match=r"2 problems\n1\. group_size: 8; narrow; use 2\n2\. algorithm\.critic: "):
-        Config.parse({**tree, "algorithm": "ppo"})
+    with pytest.raises(
+        ConfigError, match=r"2 problems\n1\. group_size: 8; narrow; use 2\n2\. ahead: narrow; leave it out$"
+    ):
+        Config.parse({**tree, "ahead": 1})
 
 
 def test_parts_that_do_not_work_together_are_named_as_they_were_set() -> None:
@@ -75,3 +77,5 @@ def test_ranks_have_no_effect_where_somebody_else_starts_them(
     told = "engine.learner.ranks: 2 has no effect: somebody started this program as 3 processes"
     assert found == [told] * said
     assert not cautions(Config.parse({**TREE, "engine": {"learner": "fsdp"}}))
+    actors = {"learner": {"type": "fsdp", "ranks": 2}, "placement": "ray"}
+    assert not cautions(Config.parse({**TREE, "engine": actors}))

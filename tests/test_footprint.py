@@ -13,8 +13,8 @@ from groupwise import settling
 from groupwise.adapters import Lora
 from groupwise.build import prepare
 from groupwise.checks import Outline, outline
-from groupwise.errors import Findings
-from groupwise.footprint import cached_bytes, footprint, samplers_beside
+from groupwise.errors import Findings, GroupwiseError
+from groupwise.footprint import beside, cached_bytes, footprint
 from groupwise.resources import Memory, checkpoint_bytes
 from groupwise.settling import settle
 
@@ -67,6 +67,16 @@ def test_a_checkpoint_of_an_adapter_has_the_size_of_the_adapter(toys: Path) -> N
     assert size == 12 * ADAPTER
 
 
+def test_where_the_adapter_is_wrong_nothing_is_said_of_its_size(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("checks", "settling"):
+        monkeypatch.setattr(f"groupwise.{module}.available_memory", lambda device: 1)
+    monkeypatch.setattr("groupwise.checks.free_disk", lambda folder: 1)
+    with pytest.raises(GroupwiseError) as refused:
+        prepare(toy_config(toys, lora={"rank": 1, "target_modules": ["nope"]}))
+    (problem,) = refused.value.args
+    assert problem.startswith("lora.target_modules")
+
+
 def test_a_run_that_fits_because_of_its_adapter_is_not_refused(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("groupwise.checks.available_memory", lambda device: 4 * 3 * PARAMETERS)
     monkeypatch.setattr("groupwise.checks.free_disk", lambda folder: 4 * 3 * PARAMETERS)
@@ -87,9 +97,9 @@ def test_each_sampler_on_one_machine_holds_weights_and_caches(toys: Path) -> Non
     assert subject is not None
     assert cached_bytes(config, subject) == EACH_TOKEN
     assert memory(toys).fixed == 4 * 4 * PARAMETERS
-    beside = memory(toys, 3, engine={"placement": RAY, "sample_tokens": 100})
-    assert beside.fixed == 4 * 4 * PARAMETERS + 3 * (4 * PARAMETERS + 100 * EACH_TOKEN)
-    assert "engine.placement.samplers: 1" in beside.remedies(beside.needed - 1)
+    several = memory(toys, 3, engine={"placement": RAY, "sample_tokens": 100})
+    assert several.fixed == 4 * 4 * PARAMETERS + 3 * (4 * PARAMETERS + 100 * EACH_TOKEN)
+    assert "engine.placement.samplers: 1" in several.remedies(several.needed - 1)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +114,25 @@ def test_each_sampler_on_one_machine_holds_weights_and_caches(toys: Path) -> Non
     ],
 )
 def test_samplers_are_counted_where_the_learner_is(toys: Path, changes: dict[str, Any], gpu: bool, count: int) -> None:
-    assert samplers_beside(toy_config(toys, engine={"placement": {**RAY, **changes}}), gpu=gpu) == count
-    assert samplers_beside(toy_config(toys), gpu=gpu) == 0
+    there = beside(toy_config(toys, engine={"placement": {**RAY, **changes}}), gpu=gpu)
+    assert there == {"samplers": count, "together": 1}
+    assert beside(toy_config(toys), gpu=gpu) == {"samplers": 0, "together": 1}
+
+
+def test_ranks_that_are_actors_of_one_machine_take_their_memory_together(toys: Path) -> None:
+    subject = known(toys).model
+    assert subject is not None
+
+    def found(gpu: bool = False, **placement: Any) -> Memory:
+        engine = {"placement": {**RAY, **placement}, "learner": {"type": "fsdp", "ranks": 4}}
+        config = toy_config(toys, engine=engine)
+        return footprint(config, subject, tokens=1, adapter=None, **beside(config, gpu=gpu))
+
+    each = 4 * (4 * PARAMETERS // 4 + PARAMETERS)
+    assert found().fixed == 4 * each + 3 * 4 * PARAMETERS
+    assert found().each_token == 4 * memory(toys).each_token
+    assert found(gpu=True).fixed == each
+    assert found(address="127.0.0.1:1").fixed == each
 
 
 def test_samplers_share_the_memory_for_keys_and_values(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:

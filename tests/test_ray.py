@@ -23,7 +23,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from toys import final_bytes, metrics, sampled, terminal, toy_config
 
-from groupwise.engines.cluster import api, connect, started
+from groupwise.engines.cluster import api, connect, once_loaded
 from groupwise.engines.ray import RemoteRanks
 from groupwise.errors import ConfigError, EngineError, LearnerLostError
 from groupwise.train import train
@@ -131,7 +131,7 @@ def test_why_an_actor_cannot_be_started_is_said(cluster: Path) -> None:
         def where(self) -> None: ...
 
     with pytest.raises(EngineError, match=r"the learner cannot be started: .*FileNotFoundError: no such model"):
-        started(["the learner"], [api().remote(Refusing).remote()], 60)
+        once_loaded(["the learner"], [api().remote(Refusing).remote()], 60)
 
 
 def test_the_run_says_that_it_waits_for_its_learner(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,11 +17,12 @@ from groupwise.chat import Chat
 from groupwise.engines.fake import RecordingLearner, ScriptedSampler
 from groupwise.errors import CheckpointError
 from groupwise.experience import experience
+from groupwise.groups import by_group, zero_variance
 from groupwise.groups import informative as can_teach
-from groupwise.groups import zero_variance
 from groupwise.records import Rollout
 from groupwise.rewards import as_rewards
 from groupwise.rows import read_rows
+from groupwise.slots import replace
 from groupwise.surplus import Surplus
 from groupwise.tasks import Task
 from groupwise.train import annotate
@@ -37,6 +38,10 @@ def toys(tmp_path: Path) -> Path:
 def one_in_three(rollout: Rollout) -> float:
     """Only every third prompt has an answer that is better than the others."""
     return float(rollout.text == "w2" and int(rollout.example["prompt"][1:]) % 3 == 0)
+
+
+def never(rollout: Rollout) -> float:
+    return 0.0
 
 
 def parts_of(toys: Path) -> Parts:
@@ -69,6 +74,18 @@ def test_what_a_step_leaves_over_is_trained_on_in_the_next_one(toys: Path) -> No
         left = parts.surplus.groups
         parts.sampler.load((), version=step + 1)
     assert used > 0
+
+
+def test_what_was_left_over_says_nothing_of_how_many_of_those_drawn_can_teach(toys: Path) -> None:
+    config = toy_config(toys, algorithm="dapo", steps=1, prompts_per_step=4, sampling_rounds=20).resolve()
+    parts = parts_of(toys)
+    ((_, rollouts),) = experience(config, parts)
+    teaching = [group for group in by_group(rollouts).values() if can_teach(group)]
+    dull = dataclasses.replace(parts, task=Task(parts.task.rows, as_rewards(never)), surplus=Surplus())
+    assert dull.surplus is not None
+    dull.surplus.groups = teaching[:3]
+    ((_, rollouts),) = experience(replace(config, sampling_rounds=2), dull)
+    assert len(by_group(rollouts)) == 3 + 4 + 4, "none of four could teach, so four more are drawn for the one missing"
 
 
 def test_each_group_is_looked_at_once_for_whether_it_can_teach(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from groupwise.adapters import Lora, adapter_count
 from groupwise.chat import Chat
 from groupwise.config import Config
 from groupwise.errors import CheckpointError, ConfigError, Findings
-from groupwise.footprint import footprint, samplers_beside
+from groupwise.footprint import beside, footprint
 from groupwise.model import check_tokenizer, context_length, sketch, stop_token_ids
 from groupwise.model_files import check_weights, load_tokenizer
 from groupwise.resources import (
@@ -51,6 +51,10 @@ class Outline:
     """None when config or tokenizer cannot be read."""
     adapter: int | None = None
     """How many weights the adapter has that is trained in the model's place; None: there is none."""
+
+    def lacks(self, lora: Lora | None) -> bool:
+        """Whether it is not known how much is trained: its adapter is wrong, which was said."""
+        return lora is not None and self.adapter is None
 
     @property
     def context(self) -> int | None:
@@ -121,7 +125,7 @@ def check_disk(config: Config, known: Outline, folder: Path) -> list[str]:
     Raises:
         CheckpointError: they do not.
     """
-    if known.model is None:
+    if known.model is None or known.lacks(config.lora):
         return []
     kept, dtype, kl = config.checkpoint, config.engine.weights, config.algorithm.kl
     moves = kl is not None and kl.refresh_every > 0
@@ -156,7 +160,7 @@ def check_memory(config: Config, known: Outline, device: torch.device) -> list[s
         ConfigError: it needs clearly more.
     """
     available = available_memory(device)
-    if known.model is None or available is None:
+    if known.model is None or available is None or known.lacks(config.lora):
         return []
     rollouts = math.ceil(config.prompts_per_step / config.updates_per_step) * config.group_size
     memory = footprint(
@@ -164,7 +168,7 @@ def check_memory(config: Config, known: Outline, device: torch.device) -> list[s
         known.model,
         tokens=min(config.engine.train_tokens, rollouts * config.sampling.max_tokens),
         adapter=known.adapter,
-        samplers=samplers_beside(config, gpu=device.type == "cuda"),
+        **beside(config, gpu=device.type == "cuda"),
     )
     if memory.needed <= available:
         return []

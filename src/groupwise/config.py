@@ -308,7 +308,7 @@ class Config(Slot):
             sample_tokens=self.engine.sample_tokens,
             largest_request=max(self.group_size, self.evaluation.samples),
             entropies=tuple(path for path, needed in entropies.items() if needed),
-            critic=self.algorithm.critic is not None,
+            starts_ranks=self.engine.starts_ranks,
             refresh_every=0 if kl is None else kl.refresh_every,
             ahead=self.ahead,
             own_sampler=self.engine.sampler is None,

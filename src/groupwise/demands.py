@@ -29,8 +29,8 @@ class Demands:
     """Most completions of one prompt, in training or evaluation."""
     entropies: tuple[str, ...]
     """Paths of the settings that need the entropies of what was sampled."""
-    critic: bool
-    """Whether the algorithm has one."""
+    starts_ranks: bool
+    """Whether it is the placement that starts the ranks of the learner."""
     refresh_every: int
     """Steps after which the policy becomes the reference; 0 never."""
     ahead: int

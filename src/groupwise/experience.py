@@ -86,14 +86,15 @@ def _fill_with_informative_groups(config: Config, parts: Parts, step: int, rollo
     `Algorithm.batches` leaves them out.  Informative groups beyond the number wanted are left to the next step.
     """
     wanted, surplus, gathered = config.prompts_per_step, parts.surplus or Surplus(), _Gathered(rollouts)
-    for group in surplus.groups[: wanted - len(gathered.informative)]:
+    taken = surplus.groups[: wanted - len(gathered.informative)]
+    for group in taken:
         gathered.add(group)
     drawn = wanted
     for draw in range(1, config.sampling_rounds):
         missing = wanted - len(gathered.informative)
         if missing <= 0:
             break
-        more = math.ceil(missing * drawn / max(len(gathered.informative), 1))
+        more = math.ceil(missing * drawn / max(len(gathered.informative) - len(taken), 1))
         order = generator(config.seed, "more prompts", step, draw).permutation(len(parts.task.rows))
         rows = order[: min(more, wanted)].tolist()
         gathered.add(_play(config, parts, rows, step, draw))

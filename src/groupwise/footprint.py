@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from groupwise import demands
 from groupwise.config import Config
+from groupwise.engines.ray import Ray
 from groupwise.resources import Memory, key_value_count, memory_of
 
 
@@ -39,6 +40,9 @@ def cached_bytes(config: Config, model: PreTrainedModel) -> int:
     return key_value_count(model) * config.engine.weights.itemsize
 
 
-def samplers_beside(config: Config, *, gpu: bool) -> int:
-    """How many samplers with weights of their own there are in the memory in which the learner trains."""
-    return demands.copies(config.parts, gpu=gpu)
+def beside(config: Config, *, gpu: bool) -> dict[str, int]:
+    """Who is in the memory in which the learner trains: `samplers` with weights of their own, and its `together`."""
+    engine = config.engine
+    # Ranks that were started one by one know their share of a machine's memory; actors of Ray are told of all of it.
+    actors = isinstance(engine.placement, Ray) and not engine.placement.address and not gpu
+    return {"samplers": demands.copies(config.parts, gpu=gpu), "together": max(engine.split(), 1) if actors else 1}

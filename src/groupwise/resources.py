@@ -54,6 +54,8 @@ class Memory:
     """Bytes of the keys and values that each of those holds."""
     ranks: int = 0
     """Processes over which everything is split but a whole copy of the policy, which samples; 0: nothing is split."""
+    together: int = 1
+    """How many of those have their memory from the same pool."""
 
     @property
     def others(self) -> bool:
@@ -71,11 +73,12 @@ class Memory:
 
     @property
     def fixed(self) -> int:
-        """Weights, gradients and AdamW's two averages of policy and critic, the reference's weights, and what samples
-        beside the learner; of a rank."""
+        """Weights, gradients and AdamW's two averages of policy and critic, and the reference's weights, of the ranks
+        that are together; and what samples beside them."""
         values = self.parameters * (1 + self.reference + 4 * self.critic) + self.adapted + 3 * self.learning
         whole = (self.parameters + self.adapted) * self.width if self.ranks else 0
-        return self._share(values) + whole + self.samplers * (self.parameters * self.width + self.cached)
+        each = self._share(values) + whole
+        return self.together * each + self.samplers * (self.parameters * self.width + self.cached)
 
     @property
     def resting(self) -> int:
@@ -100,9 +103,9 @@ class Memory:
 
     @property
     def each_token(self) -> int:
-        """Activations of one token of a micro-batch."""
+        """Activations of one token of a micro-batch, of which each of the ranks that are together has one."""
         kept = self.token_values_checkpointed if self.checkpointing else self.token_values
-        return self.layers * kept * self.width
+        return self.together * self.layers * kept * self.width
 
     @property
     def needed(self) -> int:

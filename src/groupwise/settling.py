@@ -16,7 +16,7 @@ from groupwise.algorithms import Algorithm
 from groupwise.checks import Outline
 from groupwise.config import Config, Engine
 from groupwise.engines.vllm import Vllm
-from groupwise.footprint import cached_bytes, footprint, samplers_beside
+from groupwise.footprint import beside, cached_bytes, footprint
 from groupwise.resources import available_memory, parameter_count
 from groupwise.slots import replace
 from groupwise.weights import Importance
@@ -110,12 +110,12 @@ def _seconds(threads: int, work: Callable[[], Any]) -> float:
 def _tokens(config: Config, known: Outline, device: torch.device) -> tuple[int, int]:
     """(of a micro-batch, of the keys and values while sampling), by the memory that is free."""
     available = available_memory(device)
-    if known.model is None or available is None:
+    if known.model is None or available is None or known.lacks(config.lora):
         return MOST_TRAIN_TOKENS, MOST_SAMPLE_TOKENS
-    samplers = samplers_beside(config, gpu=device.type == "cuda")
-    memory = footprint(config, known.model, tokens=0, adapter=known.adapter, samplers=samplers)
+    there = beside(config, gpu=device.type == "cuda")
+    memory = footprint(config, known.model, tokens=0, adapter=known.adapter, **there)
     free = max(available - memory.fixed, 0)
-    held = cached_bytes(config, known.model) * max(samplers, 1)
+    held = cached_bytes(config, known.model) * max(there["samplers"], 1)
     return (
         _between(FREE_FOR_TRAINING * free / memory.each_token, MOST_TRAIN_TOKENS),
         _between(FREE_FOR_SAMPLING * free / held, MOST_SAMPLE_TOKENS),

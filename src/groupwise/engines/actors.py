@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,10 @@ class LearnerActor:
             EngineError: it is, or another.
         """
         assert self._ranks is not None, "it is one of several"
-        self._ranks.serve()
+        try:
+            self._ranks.serve()
+        except SystemExit:  # another rank says who is lost; an actor that ended now would seem to be the one
+            threading.Event().wait()
 
     def known(self) -> dict[str, Any]:
         """What the driver needs of the engine itself."""

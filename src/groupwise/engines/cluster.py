@@ -118,7 +118,7 @@ class Room:
         api().util.remove_placement_group(self._group)
 
 
-def started(titles: Sequence[str], actors: Sequence[Any], patience: float) -> list[str]:
+def once_loaded(titles: Sequence[str], actors: Sequence[Any], patience: float) -> list[str]:
     """Where actors are, as `TITLE (pid 7 on HOST)`, once all have loaded the model.
 
     Raises:

@@ -52,7 +52,7 @@ class Fsdp(Slot):
         """Of a number of ranks that is another's to decide; see `Cautions.cautions`."""
         size = started()
         yield (
-            bool(size) and self.ranks not in (None, size),
+            bool(size) and self.ranks not in (None, size) and not demands.starts_ranks,
             f"engine.learner.ranks: {self.ranks} has no effect: somebody started this program as {size} processes",
         )
 
@@ -252,9 +252,9 @@ class FsdpLearner:
         """Continue from what a snapshot wrote, on however many ranks; the optimizer's settings stay those given here.
 
         Raises:
-            CheckpointError: a file is missing or damaged, or is not that of this model.
+            CheckpointError: on every rank: a file is missing or damaged, or is not that of this model.
         """
-        self._reference.moved = "reference" in names_in(path)
+        self._reference.moved = "reference" in names_in(path, self.ranks)
         state = self._state()
         read_state(path, state)
         resume(self._steps, state)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -28,11 +27,12 @@ from typing import Any, Literal, NoReturn
 from pydantic import Field
 from torch import Tensor
 
+from groupwise.busy import Busy
 from groupwise.demands import Demands, Remarks
 from groupwise.devices import find_device
 from groupwise.engines import Completion, LossFn, Request, Sampling, Snapshot, ValueLossFn
 from groupwise.engines.actors import LearnerActor, SamplerActor
-from groupwise.engines.cluster import Room, api, connect, own_address, speaking, started
+from groupwise.engines.cluster import Room, api, connect, once_loaded, own_address, speaking
 from groupwise.engines.local import LocalEngine, Recipe
 from groupwise.engines.pool import Pool, Published
 from groupwise.errors import EngineError, LearnerLostError
@@ -123,7 +123,7 @@ class RemoteSampler:
         Raises:
             EngineError: it died, or takes too long.
         """
-        (self.name,) = started([self._title], [self._actor], self._patience)
+        (self.name,) = once_loaded([self._title], [self._actor], self._patience)
 
     def sample(self, requests: Sequence[Request], sampling: Sampling, weights: Published) -> list[list[Completion]]:
         """See `Member.sample`."""
@@ -206,7 +206,7 @@ class RemoteRanks:
             EngineError: one died, or takes too long.
         """
         titles = [f"rank {rank} of the learner" for rank in range(self._size)] if self._size > 1 else ["the learner"]
-        self._names = started(titles, self._actors, self._patience)
+        self._names = once_loaded(titles, self._actors, self._patience)
         others = zip(self._actors[1:], self._names[1:], strict=True)
         self._others = {actor.serve.remote().future(): name for actor, name in others}
 
@@ -264,7 +264,7 @@ class Actors:
         # Beside each other on one machine, they share its cores.
         threads = recipe.threads if settings.address else max(1, min(recipe.threads, cores // count))
         self._own = connect(settings.address, max(cores, count * threads))
-        self._lock, self._busy, self._since = threading.Lock(), 0.0, time.monotonic()
+        self._busy = Busy()
         for name in loaded_files():  # what the user wrote is not installed where the actors are
             ray.cloudpickle.register_pickle_by_value(sys.modules[name])
         recipe = replace(recipe, join=partial(recipe.join, dumps=ray.cloudpickle.dumps))  # nor is it among the ranks
@@ -312,31 +312,31 @@ class Actors:
         Raises:
             LearnerLostError: the actor is lost, or another rank.
         """
-        began = time.monotonic()
-        try:
+        with self._busy.working():
             return self._learner.ask(method, *arguments, **named)
-        finally:
-            with self._lock:
-                self._busy += time.monotonic() - max(began, self._since)
 
     def publish(self) -> Weights:
         """The policy's weights as they are now."""
-        return Weights(self._learner.weights())
+        with self._busy.working():
+            return Weights(self._learner.weights())
 
     def restart(self) -> None:
-        """See `Processes.restart`; all ranks are started anew."""
+        """See `Processes.restart`; all ranks are started anew.
+
+        Raises:
+            LearnerLostError: one is lost again, before it has loaded the model.
+        """
         self._learner.close()
-        self._learner.start()
-        self._learner.ready()
+        try:
+            self._learner.start()
+            self._learner.ready()
+        except EngineError as error:
+            raise LearnerLostError(str(error)) from error
 
     def idle(self) -> dict[str, float]:
         """See `Processes.idle`."""
         assert self._pool is not None, "there is an engine"
-        with self._lock:
-            now = time.monotonic()
-            learner = 1 - self._busy / max(now - self._since, 1e-9)
-            self._busy, self._since = 0.0, now
-        return {"idle/sampler": self._pool.idle(), "idle/learner": min(max(learner, 0.0), 1.0)}
+        return {"idle/sampler": self._pool.idle(), "idle/learner": self._busy.idle()}
 
     def close(self) -> None:
         """See `Processes.close`."""

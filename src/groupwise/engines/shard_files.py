@@ -96,17 +96,24 @@ def write_state(path: Path, state: State, group: Any) -> None:
         raise CheckpointError(f"{path}: cannot be written: {_first(error)}") from error
 
 
-def names_in(path: Path) -> set[str]:
-    """The first part of the names of what a distributed checkpoint holds.
+def names_in(path: Path, ranks: Ranks) -> set[str]:
+    """The first part of the names of what a distributed checkpoint holds; every rank has to ask.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: on every rank: one of them does not see it whole.
     """
+    names, problem = set[str](), ""
     try:
         metadata: Metadata = FileSystemReader(path).read_metadata()
+        names = {name.split(".")[0] for name in metadata.state_dict_metadata}
     except (*UNREADABLE, EOFError) as error:
-        raise CheckpointError(f"{path}: not a complete checkpoint of engine.learner: fsdp: {error!r}") from error
-    return {name.split(".")[0] for name in metadata.state_dict_metadata}
+        problem = f"not a complete checkpoint of engine.learner: fsdp: {error!r}"
+    found: list[Any] = [None] * ranks.size
+    dist.all_gather_object(found, problem)
+    for rank, said in enumerate(found):  # one that knew alone would leave the others waiting
+        if said:
+            raise CheckpointError(f"{path}: {said} (on rank {rank})")
+    return names
 
 
 def read_state(path: Path, state: State) -> None:
