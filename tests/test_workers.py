@@ -32,7 +32,7 @@ from groupwise.rewards.questions import Question
 from groupwise.rewards.workers import Workers
 from groupwise.train import train
 
-SECONDS = 0.6
+SECONDS = 1.5
 STEPS = 35
 
 
