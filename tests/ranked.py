@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -155,11 +155,16 @@ def trained(learner: Any, case: dict[str, Any], steps: range) -> list[dict[str, 
     return [learner.update(batch, algorithm.loss, per_token=algorithm.per_token) for batch in batches]
 
 
+def largest(differences: Iterable[float]) -> float:
+    """The largest; nan where one is nan, which `max` may pass over."""
+    return float(np.max([*differences]))
+
+
 def apart(ours: Any, theirs: Any) -> float:
     """The largest difference between the weights of two learners."""
     one, other = dict(ours.weights()), dict(theirs.weights())
     assert one.keys() == other.keys()
-    return float(np.max([float((one[name] - other[name]).abs().max()) for name in one]))
+    return largest(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 def scores_apart(ours: Any, theirs: Any, case: dict[str, Any], *, reference: bool = False) -> float:
@@ -173,7 +178,7 @@ def metrics_apart(ours: list[dict[str, float]], theirs: list[dict[str, float]]) 
     """The largest difference between metrics of the same names, relative to those above 1."""
     assert [one.keys() for one in ours] == [one.keys() for one in theirs]
     pairs = [(one[name], other[name]) for one, other in zip(ours, theirs, strict=True) for name in one]
-    return float(np.max([abs(x - y) / max(1.0, abs(y)) for x, y in pairs]))
+    return largest(abs(x - y) / max(1.0, abs(y)) for x, y in pairs)
 
 
 def critics_apart(ours: Any, theirs: LocalCritic, case: dict[str, Any], folder: Path) -> dict[str, float]:
@@ -189,11 +194,11 @@ def critics_apart(ours: Any, theirs: LocalCritic, case: dict[str, Any], folder: 
     named = {name.removeprefix(prefix).replace("lm_head", "value_head"): of for name, of in state["weights"].items()}
     stored = safetensors.torch.load_file(folder / "theirs" / "critic.safetensors")
     assert named.keys() == stored.keys()
-    found["weights"] = max(float((named[name] - stored[name]).abs().max()) for name in named)
+    found["weights"] = largest(float((named[name] - stored[name]).abs().max()) for name in named)
     averages = torch.load(folder / "theirs" / "optimizer.pt")
     for name in ("exp_avg", "exp_avg_sq"):
         pairs = zip(state[name].values(), averages.values(), strict=True)
-        found[name] = max(float((one - other[name]).abs().max()) for one, other in pairs)
+        found[name] = largest(float((one - other[name]).abs().max()) for one, other in pairs)
     return found
 
 
@@ -326,7 +331,7 @@ def samples(sampler: SplitSampler, local: LocalSampler) -> dict[str, Any]:
     pairs = [pair for groups in zip(ours, theirs, strict=True) for pair in zip(*groups, strict=True)]
     found: dict[str, Any] = {
         "tokens": all(np.array_equal(one.tokens, other.tokens) for one, other in pairs),
-        "logprobs": max(float(np.abs(one.logprobs - other.logprobs).max()) for one, other in pairs),
+        "logprobs": largest(float(np.abs(one.logprobs - other.logprobs).max()) for one, other in pairs),
         "versions": sorted({one.policy_version for one, _ in pairs}),
     }
     long = Request(np.full(64, 2, np.int32), (1,))  # the second request is that of rank 1

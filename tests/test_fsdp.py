@@ -63,7 +63,7 @@ def found(folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_two_ranks_have_the_metrics_logprobs_and_weights_of_one_process(name: str, found: dict[str, Any]) -> None:
-    assert np.max([*found[name].values()]) < TOLERANCE[ranked.CASES[name]["dtype"]]
+    assert ranked.largest(found[name].values()) < TOLERANCE[ranked.CASES[name]["dtype"]]
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_layers_gathered_in_bfloat16_compute_what_autocast_does(found: dict[str,
 
 @pytest.mark.slow
 def test_updates_on_fewer_rows_than_ranks_are_the_same(found: dict[str, Any]) -> None:
-    assert np.max([*found["few rows"].values()]) < TOLERANCE["float64"]
+    assert ranked.largest(found["few rows"].values()) < TOLERANCE["float64"]
 
 
 @pytest.mark.slow
@@ -83,18 +83,20 @@ def test_an_update_that_is_not_finite_is_refused_by_every_rank_and_blamed_on_its
     assert refused["blamed"] == [2]
     assert refused["lambda"].startswith("engine.learner: fsdp; ")
     assert "name code of your own in the run file as file.py:function" in refused["lambda"]
-    assert max(refused["metrics"], refused["weights"]) < TOLERANCE["float64"], "nothing was changed; all are in step"
+    assert ranked.largest([refused["metrics"], refused["weights"]]) < TOLERANCE["float64"], (
+        "nothing was changed; all are in step"
+    )
 
 
 @pytest.mark.slow
 def test_what_one_rank_saved_two_continue_from(found: dict[str, Any]) -> None:
-    assert np.max([*found["resumed"].values()]) < TOLERANCE["float64"]
+    assert ranked.largest(found["resumed"].values()) < TOLERANCE["float64"]
 
 
 @pytest.mark.slow
 def test_what_two_ranks_saved_one_continues_from(folder: Path) -> None:
     apart = alone(ranked.split_learner, ranked.RESUMED, partial(ranked.resumes, folder=folder / "of two"))
-    assert np.max([*apart.values()]) < TOLERANCE["float64"]
+    assert ranked.largest(apart.values()) < TOLERANCE["float64"]
 
 
 @pytest.mark.slow
@@ -102,7 +104,7 @@ def test_what_two_ranks_saved_one_continues_from(folder: Path) -> None:
 def test_a_critic_on_two_ranks_has_the_metrics_values_and_weights_of_one_process(
     name: str, found: dict[str, Any]
 ) -> None:
-    assert np.max([*found[name].values()]) < TOLERANCE[ranked.CRITICS[name]["dtype"]]
+    assert ranked.largest(found[name].values()) < TOLERANCE[ranked.CRITICS[name]["dtype"]]
 
 
 @pytest.mark.slow
@@ -126,14 +128,14 @@ def test_a_value_head_is_not_rounded_with_the_layers() -> None:
 def test_a_critics_update_that_is_not_finite_is_refused_and_few_rows_are_enough(found: dict[str, Any]) -> None:
     refused = found["critic refused"]
     assert refused.pop("blamed") == [2]
-    assert np.max([*refused.values()]) < TOLERANCE["float64"], "nothing was changed; all are in step"
+    assert ranked.largest(refused.values()) < TOLERANCE["float64"], "nothing was changed; all are in step"
 
 
 @pytest.mark.slow
 def test_a_critic_continues_on_another_number_of_ranks(folder: Path, found: dict[str, Any]) -> None:
     resumes = partial(ranked.critic_resumes, folder=folder / "critic of two")
     for apart in (found["critic resumed"], alone(ranked.split_critic, ranked.JUDGED, resumes)):
-        assert np.max([*apart.values()]) < TOLERANCE["float64"]
+        assert ranked.largest(apart.values()) < TOLERANCE["float64"]
 
 
 @pytest.mark.slow

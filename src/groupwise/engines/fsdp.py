@@ -22,12 +22,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from groupwise.demands import Demands, Remarks
-from groupwise.engines import Completion, LossFn, Optimizer, Request, Sampler, Sampling, Snapshot
+from groupwise.engines import Completion, LossFn, Optimizer, Request, Sampler, Sampling
 from groupwise.engines.fsdp_critic import FsdpCritic
 from groupwise.engines.local import LocalEngine, local_engine
-from groupwise.engines.ranks import Dumps, Ranks, everywhere, everywhere_in_background, join
+from groupwise.engines.ranks import Dumps, Ranks, everywhere, join
 from groupwise.engines.reference import Reference
-from groupwise.engines.shard_files import Copies, State, names_in, read_state, resume, training_state
+from groupwise.engines.shard_files import Snapshots, State, names_in, read_state, resume, training_state
 from groupwise.engines.shards import Sharded
 from groupwise.engines.steps import Steps, published, whole
 from groupwise.errors import ConfigError, GroupwiseError
@@ -129,7 +129,7 @@ class SplitSampler:
         self.ranks.steps_done = version
 
 
-class FsdpLearner:
+class FsdpLearner(Snapshots):
     """Scores tokens and takes AdamW steps with a model that is split over the ranks.  See `groupwise.engines.Learner`.
 
     Losses, gradients and weights are those of `LocalLearner`, up to the order in which the ranks' sums are added.
@@ -161,15 +161,13 @@ class FsdpLearner:
             entropy: hand the loss the entropies of the policy; otherwise they are 0.
             mixed: gather the layers and take their products in bfloat16; shards, gradients and all else stay float32.
         """
-        self.ranks = ranks
         self._whole, self._policy = model, Sharded(Forward(model, mixed), ranks)
         self._temperature, self._microbatch_tokens = temperature, microbatch_tokens
         self._entropy, self._mixed = entropy, mixed
         split = None if reference is None else lambda: Sharded(Forward(reference(), mixed), ranks)
         self._reference = Reference(self._policy, self._policy.forward.model, split)
         self._steps = Steps(self._policy.parameters.values(), optimizer, total_updates)
-        self._copies = Copies(ranks)
-        ranks.add(self)
+        super().__init__(ranks)
 
     @everywhere
     def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor:
@@ -242,11 +240,6 @@ class FsdpLearner:
             for name, parameter in self._policy.parameters.items():
                 reference.parameters[name].copy_(parameter)
 
-    def snapshot(self) -> Snapshot:
-        """What is trained, AdamW's averages and, if it has moved, the reference; every rank writes its own."""
-        self._copy()
-        return partial(self._write, self._copies.taken)
-
     @everywhere
     def restore(self, path: Path) -> None:
         """Continue from what a snapshot wrote, on however many ranks; the optimizer's settings stay those given here.
@@ -266,16 +259,8 @@ class FsdpLearner:
             for name, shard in self._policy.trained():
                 own[name].copy_(whole(shard))
 
-    @everywhere
-    def _copy(self) -> None:
-        self._copies.take(self._state())
-
-    @everywhere_in_background
-    def _write(self, snapshot: int, path: Path) -> None:
-        self._copies.write(snapshot, path)
-
     def _state(self) -> State:
-        """What a checkpoint holds, not copied."""
+        """What is trained, AdamW's averages and, if it has moved, the reference."""
         state = training_state(self._policy, self._steps)
         if self._reference.moved:
             state["reference"] = {name: shard.data for name, shard in self._reference.own().parameters.items()}

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from groupwise.engines import Optimizer, Snapshot, ValueLossFn
+from groupwise.engines import Optimizer, ValueLossFn
 from groupwise.engines.critic import as_metrics, estimates, learn_values, put_value_head
-from groupwise.engines.ranks import Ranks, everywhere, everywhere_in_background
-from groupwise.engines.shard_files import Copies, read_state, resume, training_state
+from groupwise.engines.ranks import Ranks, everywhere
+from groupwise.engines.shard_files import Snapshots, State, read_state, resume, training_state
 from groupwise.engines.shards import Sharded
 from groupwise.engines.steps import Steps
 from groupwise.packing import Forward
 from groupwise.records import Batch
 
 
-class FsdpCritic:
+class FsdpCritic(Snapshots):
     """Estimates the return from each token on, with a model that is split.  See `groupwise.engines.Critic`.
 
     Values, gradients and weights are those of `LocalCritic`, up to the order in which the ranks' sums are added.
@@ -48,13 +48,12 @@ class FsdpCritic:
             total_updates: optimizer steps over which the schedule falls to 0.
             mixed: gather the layers and take their products in bfloat16; shards, gradients and all else stay float32.
         """
-        self.ranks, self._microbatch_tokens = ranks, microbatch_tokens
+        self._microbatch_tokens = microbatch_tokens
         put_value_head(model)
         self._model = Sharded(Forward(model, mixed), ranks)
         self._estimates = partial(estimates, self._model.forward)
         self._steps = Steps(self._model.parameters.values(), optimizer, total_updates)
-        self._copies = Copies(ranks)
-        ranks.add(self)
+        super().__init__(ranks)
 
     @everywhere
     def values(self, batch: Batch) -> Tensor:
@@ -77,11 +76,6 @@ class FsdpCritic:
 
         return as_metrics(self._steps.take(accumulate))
 
-    def snapshot(self) -> Snapshot:
-        """The weights and AdamW's averages, as they are now; every rank writes its own."""
-        self._copy()
-        return partial(self._write, self._copies.taken)
-
     @everywhere
     def restore(self, path: Path) -> None:
         """Continue from what a snapshot wrote, on however many ranks; the optimizer's settings stay those given here.
@@ -89,17 +83,12 @@ class FsdpCritic:
         Raises:
             CheckpointError: a file is missing or damaged, or is not that of this critic.
         """
-        state = training_state(self._model, self._steps)
+        state = self._state()
         read_state(path, state)
         resume(self._steps, state)
 
-    @everywhere
-    def _copy(self) -> None:
-        self._copies.take(training_state(self._model, self._steps))
-
-    @everywhere_in_background
-    def _write(self, snapshot: int, path: Path) -> None:
-        self._copies.write(snapshot, path)
+    def _state(self) -> State:
+        return training_state(self._model, self._steps)
 
 
 def _nothing(values: Tensor, part: Batch) -> Tensor:

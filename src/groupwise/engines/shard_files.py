@@ -7,7 +7,9 @@ adds.
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from queue import Queue
 from typing import Any, cast
@@ -22,7 +24,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from groupwise.engines.ranks import Ranks
+from groupwise.engines import Snapshot
+from groupwise.engines.ranks import Ranks, everywhere, everywhere_in_background
 from groupwise.engines.shards import Sharded
 from groupwise.engines.steps import AVERAGES, UNREADABLE, Steps
 from groupwise.errors import CheckpointError
@@ -43,31 +46,39 @@ def resume(steps: Steps, state: State) -> None:
     steps.resume(state["updates"], [{name: state[name][of] for name in AVERAGES} for of in state["weights"]])
 
 
-class Copies:
-    """Copies of a state, from the moment that they keep to the disk."""
+class Snapshots(ABC):
+    """What has a state that is split: copies of it, from the moment that they keep to the disk."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self._cpus = init_device_mesh("cpu", (ranks.size,))
         self._waiting: Queue[tuple[int, State]] = Queue()
-        self.taken = 0
-        """How many, which is the number of the last one."""
+        self._taken = 0
+        ranks.add(self)
 
-    def take(self, state: State) -> None:
-        """Copy this rank's shards; each rank has to."""
-        self.taken += 1
-        self._waiting.put((self.taken, _copied(state, self._cpus)))
+    @abstractmethod
+    def _state(self) -> State:
+        """What a checkpoint holds, not copied."""
 
-    def write(self, number: int, path: Path) -> None:
-        """Write the copy of this number, with all ranks, from the thread of the background calls.
+    def snapshot(self) -> Snapshot:
+        """What is trained, AdamW's averages and whatever else has changed, as they are now; every rank writes its own.
 
-        Raises:
-            CheckpointError: see `write_state`.
+        Writing it raises a `CheckpointError` where `write_state` does.
         """
+        self._copy()
+        return partial(self._write, self._taken)
+
+    @everywhere
+    def _copy(self) -> None:
+        self._taken += 1
+        self._waiting.put((self._taken, _copied(self._state(), self._cpus)))
+
+    @everywhere_in_background
+    def _write(self, number: int, path: Path) -> None:
         found, state = self._waiting.get()  # rank 0 may write while this rank is still copying
         while found < number:  # that one was never written
             found, state = self._waiting.get()
-        write_state(path, state, self._ranks.background.group)
+        write_state(path, state, self.ranks.background.group)
 
 
 def write_state(path: Path, state: State, group: Any) -> None:
@@ -86,10 +97,7 @@ def write_state(path: Path, state: State, group: Any) -> None:
             f"a rank on {socket.gethostname()} does not see that folder: choose one on a file system that all machines "
             "share, with output=DIR"
         )
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, problems, group=group)
-    if said := sorted({problem for of_rank in found for problem in of_rank}):
-        raise CheckpointError(f"{path}: {said[0]}")
+    _refuse_together(path, problems, group)
     try:
         save(state, checkpoint_id=path, process_group=group)
     except CheckpointException as error:
@@ -102,18 +110,26 @@ def names_in(path: Path, ranks: Ranks) -> set[str]:
     Raises:
         CheckpointError: on every rank: one of them does not see it whole.
     """
-    names, problem = set[str](), ""
+    names, problems = set[str](), list[str]()
     try:
         metadata: Metadata = FileSystemReader(path).read_metadata()
         names = {name.split(".")[0] for name in metadata.state_dict_metadata}
     except (*UNREADABLE, EOFError) as error:
-        problem = f"not a complete checkpoint of engine.learner: fsdp: {error!r}"
-    found: list[Any] = [None] * ranks.size
-    dist.all_gather_object(found, problem)
-    for rank, said in enumerate(found):  # one that knew alone would leave the others waiting
-        if said:
-            raise CheckpointError(f"{path}: {said} (on rank {rank})")
+        problems.append(f"not a complete checkpoint of engine.learner: fsdp: {error!r} (on rank {ranks.rank})")
+    _refuse_together(path, problems)
     return names
+
+
+def _refuse_together(path: Path, problems: Sequence[str], group: Any = None) -> None:
+    """Every rank of the group says what it finds wrong: one that knew alone would leave the others waiting.
+
+    Raises:
+        CheckpointError: on every rank the same, where there is anything.
+    """
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, problems, group=group)
+    if said := sorted({problem for of_rank in found for problem in of_rank}):
+        raise CheckpointError(f"{path}: {said[0]}")
 
 
 def read_state(path: Path, state: State) -> None:
